@@ -1,0 +1,1 @@
+"""The contract and the engine of HyperParallel."""

@@ -1,0 +1,1 @@
+"""Saving and resuming runs."""

@@ -1,0 +1,1 @@
+"""The `hp-train` command, one module a command."""

@@ -1,0 +1,1 @@
+"""Recipe text to a frozen, located `TrainerConfig`."""

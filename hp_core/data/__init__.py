@@ -1,0 +1,1 @@
+"""Documents to token caches, packed rows, one global order and batches."""

@@ -1,0 +1,1 @@
+"""Building models, and weights in and out."""

@@ -1,0 +1,1 @@
+"""Helpers for tests of this project and of plugins."""

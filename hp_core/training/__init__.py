@@ -1,0 +1,1 @@
+"""Trainers, the step, loss accounting and evaluation."""
