@@ -1,0 +1,119 @@
+"""The named components: one entry-point group for each kind, listed without importing any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hp_core.entry_points import Entry, EntryLoadError, canonical, scan
+from hp_core.errors import InputError, Problem
+from hp_core.spelling import did_you_mean
+
+Component = Entry
+ComponentLoadError = EntryLoadError
+
+
+@dataclass(frozen=True)
+class Group:
+    """A kind of component.
+
+    `section` is the recipe section that names one; `runtime_arguments` are the keyword arguments that the trainer
+    provides when it builds one, which a recipe can therefore not write.
+    """
+
+    name: str
+    section: str
+    runtime_arguments: tuple[str, ...] = ()
+
+
+GROUPS: tuple[Group, ...] = (
+    Group(
+        "hp.models",
+        "model",
+        ("distributed_setup", "peft_config", "activation_checkpoint", "activation_swap", "compile_config"),
+    ),
+    Group("hp.losses", "loss_fn"),
+    Group("hp.optimizers", "optimizer", ("model",)),
+    Group("hp.lr_schedulers", "lr_scheduler", ("optimizer", "train_iters")),
+    Group("hp.module_replacements", "plan_overrides.replace_module", ("module", "module_fqn", "context")),
+    Group("hp.inner_wrappers", "plan_overrides.inner_wrapper"),
+    Group("hp.local_computes", "plan_overrides.local_compute_fn"),
+    Group("hp.datasets", "dataset", ("transform", "tokenizer", "mesh_context", "training_config")),
+    Group("hp.tokenizers", "dataset.tokenizer"),
+    Group(
+        "hp.dataloaders",
+        "dataloader",
+        ("dataset", "collate_fn", "batch_sampler", "batch_size", "dp_world_size", "max_seq_len", "seed"),
+    ),
+    Group("hp.collators", "dataloader.collate_fn", ("tokenizer", "max_seq_len", "mesh_context")),
+    Group("hp.trainers", "trainer", ("config",)),
+    Group("hp.trackers", "trackers", ("run_dir", "config")),
+)
+
+_BY_NAME = {one.name: one for one in GROUPS}
+
+
+def group(name: str) -> Group:
+    """Return the group with this entry-point name. Raises `KeyError` for a name that is no group."""
+    return _BY_NAME[name]
+
+
+class Components:
+    """The components that are installed, or those a test puts together. Immutable."""
+
+    def __init__(self, components: Iterable[Component]) -> None:
+        self._components = tuple(sorted(set(components)))
+
+    @classmethod
+    def discover(cls) -> Components:
+        """Read the installed distributions' entry points; imports nothing and doesn't depend on their order."""
+        return cls(entry for entry in scan().entries if entry.group in _BY_NAME)
+
+    def all(self) -> tuple[Component, ...]:
+        """Return every component, sorted by group, name and distribution."""
+        return self._components
+
+    def names(self, group: str) -> tuple[str, ...]:
+        """Return the names of a group as a recipe may write them, sorted.
+
+        A name that several distributions offer appears as `package:name` for each of them.
+        """
+        members = self._members(group)
+        plain = [one.name for one in members]
+        return tuple(sorted({one.name if plain.count(one.name) == 1 else one.qualified_name for one in members}))
+
+    def find(self, group: str, name: str) -> Component:
+        """Return the component that a recipe calls `name` or `package:name`.
+
+        Raises `InputError`, without a position, when there is none or more than one.
+        """
+        package, _, bare = name.rpartition(":")
+        named = [one for one in self._members(group) if one.name == bare]
+        found = [one for one in named if not package or canonical(one.distribution) == canonical(package)]
+        if len(found) == 1:
+            return found[0]
+        raise InputError(self._ambiguous(group, name, found) if found else self._unknown(group, name, named))
+
+    def _members(self, group: str) -> list[Component]:
+        return [one for one in self._components if one.group == group]
+
+    def _ambiguous(self, group_name: str, name: str, found: list[Component]) -> Problem:
+        section = group(group_name).section
+        if len({one.distribution for one in found}) == 1:
+            values = " and ".join(repr(one.value) for one in found)
+            return Problem(
+                f"{found[0].distribution} {found[0].version} offers {section} component {name!r} twice: {values}"
+            )
+        owners = " and ".join(f"{one.distribution} {one.version}" for one in found)
+        spellings = " or ".join(repr(one.qualified_name) for one in found)
+        return Problem(f"{owners} each offer a {section} component named {name!r}", hint=f"write {spellings}")
+
+    def _unknown(self, group_name: str, name: str, elsewhere: list[Component]) -> Problem:
+        section = group(group_name).section
+        names = self.names(group_name)
+        if elsewhere:
+            guess = "did you mean " + " or ".join(repr(one.qualified_name) for one in elsewhere) + "?"
+        else:
+            guess = did_you_mean(name, names)
+        installed = f"installed: {', '.join(names)}" if names else f"no installed package offers any ({group_name})"
+        return Problem(f"no {section} component is named {name!r}", hint=f"{guess} {installed}".strip())

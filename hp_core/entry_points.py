@@ -1,0 +1,168 @@
+"""What installed distributions offer through entry points, read from their metadata alone: nothing is imported."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from hp_core.errors import EXIT_USER_INPUT, HpError, Problem
+
+GROUP_PREFIX = "hp."
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One named object that an installed distribution offers.
+
+    `value` is the text of the entry point, `package.module:attribute` or `package.module`.
+    """
+
+    group: str
+    name: str
+    value: str
+    distribution: str
+    version: str
+
+    @property
+    def qualified_name(self) -> str:
+        """The spelling `package:name`, which no other distribution shares."""
+        return f"{self.distribution}:{self.name}"
+
+    @property
+    def module(self) -> str:
+        """The module that holds the object."""
+        return self.value.partition("[")[0].partition(":")[0].strip()
+
+    @property
+    def attribute(self) -> str:
+        """The dotted attribute path inside the module, empty when the object is the module itself."""
+        return self.value.partition("[")[0].partition(":")[2].strip()
+
+    def load(self) -> Any:
+        """Import the object. Raises `EntryLoadError`, whatever went wrong on the way."""
+        try:
+            module = importlib.import_module(self.module)
+            return reduce(getattr, filter(None, self.attribute.split(".")), module)
+        except (Exception, SystemExit) as cause:
+            raise EntryLoadError(self, cause) from cause
+
+
+class EntryLoadError(HpError):
+    """An installed object can't be imported; says which distribution offers it and why it fails."""
+
+    exit_code = EXIT_USER_INPUT
+
+    def __init__(self, entry: Entry, cause: BaseException) -> None:
+        # Both arguments go to the base class so that the error survives pickling between processes.
+        super().__init__(entry, cause)
+        self.entry = entry
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return (
+            f"{self.entry.distribution} {self.entry.version}: entry point '{self.entry.name} = {self.entry.value}' "
+            f"of {self.entry.group} can't be loaded: {describe(self.cause)}"
+        )
+
+    @property
+    def problem(self) -> Problem:
+        """The same as one problem without a position."""
+        return Problem(str(self), hint="see 'hp-train plugins --load'")
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Everything installed under `hp.*` entry-point groups, sorted, and the metadata that couldn't be read."""
+
+    entries: tuple[Entry, ...]
+    unreadable: tuple[str, ...]
+
+
+def scan() -> Scan:
+    """Read the entry points of every distribution on `sys.path`.
+
+    A distribution that is found more than once counts once. The order of `sys.path` decides only what it also
+    decides for imports: which of two versions of one distribution is meant.
+    """
+    entries: set[Entry] = set()
+    unreadable: set[str] = set()
+    for distribution in _offering_distributions(unreadable):
+        name, version = _identity(distribution)
+        try:
+            points = distribution.entry_points
+        except Exception as cause:  # one malformed entry_points.txt must not hide the other distributions
+            unreadable.add(f"{name} {version}: entry_points.txt can't be read: {describe(cause)}")
+            continue
+        entries.update(
+            Entry(point.group, point.name, point.value, name, version)
+            for point in points
+            if point.group.startswith(GROUP_PREFIX)
+        )
+    return Scan(tuple(sorted(entries)), tuple(sorted(unreadable)))
+
+
+def canonical(distribution: str) -> str:
+    """Return a distribution's name as PEP 503 normalises it, for comparison."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def describe(cause: BaseException) -> str:
+    """Return an exception as one line, `ImportError: no module …`."""
+    text = " ".join(str(cause).split())
+    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+
+
+def _offering_distributions(unreadable: set[str]) -> Iterator[importlib.metadata.Distribution]:
+    names: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        try:
+            # Cheaper than parsing METADATA, which most distributions can be spared.
+            text = distribution.read_text("entry_points.txt") or ""
+            if GROUP_PREFIX in text:
+                name = _identity(distribution)[0]
+                names.setdefault(canonical(name), name)
+        except Exception as cause:
+            unreadable.add(
+                f"{distribution.locate_file('')}: a distribution's metadata can't be read: {describe(cause)}"
+            )
+    for name in names.values():
+        found = list(importlib.metadata.distributions(name=name))
+        if found:
+            yield _effective(found)
+
+
+def _effective(found: list[importlib.metadata.Distribution]) -> importlib.metadata.Distribution:
+    """Choose among the metadata of one distribution, given in `sys.path` order."""
+    first = found[0].locate_file("")
+    # Two versions in one directory are what an interrupted upgrade leaves; the directory's order is arbitrary.
+    chosen = max((one for one in found if one.locate_file("") == first), key=_version_key)
+    if _is_egg_info(chosen):
+        # A source tree's egg-info is as old as its last build; the editable install's own metadata is current.
+        same = [one for one in found if not _is_egg_info(one) and _identity(one) == _identity(chosen)]
+        return same[0] if same else chosen
+    return chosen
+
+
+def _is_egg_info(distribution: importlib.metadata.Distribution) -> bool:
+    return distribution.read_text("METADATA") is None
+
+
+def _version_key(distribution: importlib.metadata.Distribution) -> tuple[bool, Any]:
+    from packaging.version import InvalidVersion, Version
+
+    text = _identity(distribution)[1]
+    try:
+        return True, Version(text)
+    except InvalidVersion:
+        return False, text
+
+
+def _identity(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
+    """Return the name and version, with a readable stand-in for what the metadata lacks."""
+    metadata = distribution.metadata
+    return metadata["Name"] or "unnamed distribution", metadata["Version"] or "unknown"
