@@ -1,0 +1,157 @@
+"""What the parts of the data layer promise one another: tokenizers, datasets, rows and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol, TypedDict, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORED_LABEL = -100
+EMPTY_ROW = -1
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Turns text into token ids and back.
+
+    `fingerprint` changes whenever the same text could give other ids; it is part of the token cache's key.
+    """
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id it can give."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends every document."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything that changes ids."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, with the tokenizer's own rule for BOS and without EOS."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens left out."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write the files `transformers.AutoTokenizer` loads it from."""
+        ...
+
+
+@runtime_checkable
+class TrainableTokenizer(Protocol):
+    """A tokenizer that is learned from the training documents before the first of them is encoded."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the training settings."""
+        ...
+
+    def train(self, documents: Iterable[str], *, data_fingerprint: str, cache_dir: Path) -> Tokenizer:
+        """The tokenizer learned from `documents`, which are not read when the result is cached.
+
+        `data_fingerprint` identifies the documents; the result is a pure function of it and `fingerprint`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class MeshContext:
+    """Where this process stands among all (`rank`) and among those that read different data (`dp_rank`)."""
+
+    rank: int = 0
+    world_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    local_rank: int = 0
+
+
+class Sample(TypedDict):
+    """One row: three int64 arrays of `max_seq_len` and the row's number (-1 for an empty row).
+
+    `labels[t]` is the target of position `t`, already shifted, and -100 where there is none. `position_ids`
+    restart with every piece of a document. A dataset may add arrays of its own; the collator stacks them too.
+    """
+
+    index: int
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What became of the documents of one dataset.
+
+    `documents` are those in the rows; `empty_documents` had no text and `short_documents` only one token, so
+    nothing to predict: both are left out. `tokens` are input tokens in the rows, `targets` the supervised ones.
+    `dropped_tokens` is 1 when the last row would have held a single token without a target, else 0.
+    """
+
+    documents: int
+    empty_documents: int
+    short_documents: int
+    tokens: int
+    targets: int
+    rows: int
+    padding_tokens: int
+    dropped_tokens: int = 0
+
+    @property
+    def fill(self) -> float:
+        """The share of all positions that hold a token, from 0 to 1."""
+        positions = self.tokens + self.padding_tokens
+        return self.tokens / positions if positions else 0.0
+
+    def as_dict(self) -> dict[str, int | float]:
+        """Every field and `fill`, for manifests and metrics."""
+        return {**asdict(self), "fill": self.fill}
+
+
+class RowDataset(Protocol):
+    """Rows of equal length, addressed by number; row -1 is an empty row (see `WithEmptyRow`)."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything that changes a row; the global order is derived from it."""
+        ...
+
+    @property
+    def max_seq_len(self) -> int:
+        """The length of every row."""
+        ...
+
+    @property
+    def report(self) -> DataReport | None:
+        """What became of the documents, or None when the dataset doesn't know."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What a dataset component builds; `tokenizer` is the one the rows were made with, trained if need be."""
+
+    train: RowDataset
+    validation: RowDataset | None = None
+    test: RowDataset | None = None
+    tokenizer: Tokenizer | None = None
