@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hp_core.entry_points import Entry, EntryLoadError, canonical, scan
-from hp_core.errors import InputError, Problem
-from hp_core.spelling import did_you_mean
+from hp_core.entry_points import Entry, EntryLoadError, choose, scan, spellings
 
 Component = Entry
 ComponentLoadError = EntryLoadError
@@ -78,42 +76,14 @@ class Components:
 
         A name that several distributions offer appears as `package:name` for each of them.
         """
-        members = self._members(group)
-        plain = [one.name for one in members]
-        return tuple(sorted({one.name if plain.count(one.name) == 1 else one.qualified_name for one in members}))
+        return spellings(self._members(group))
 
     def find(self, group: str, name: str) -> Component:
         """Return the component that a recipe calls `name` or `package:name`.
 
         Raises `InputError`, without a position, when there is none or more than one.
         """
-        package, _, bare = name.rpartition(":")
-        named = [one for one in self._members(group) if one.name == bare]
-        found = [one for one in named if not package or canonical(one.distribution) == canonical(package)]
-        if len(found) == 1:
-            return found[0]
-        raise InputError(self._ambiguous(group, name, found) if found else self._unknown(group, name, named))
+        return choose(self._members(group), name, f"{_BY_NAME[group].section} component")
 
     def _members(self, group: str) -> list[Component]:
         return [one for one in self._components if one.group == group]
-
-    def _ambiguous(self, group_name: str, name: str, found: list[Component]) -> Problem:
-        section = group(group_name).section
-        if len({one.distribution for one in found}) == 1:
-            values = " and ".join(repr(one.value) for one in found)
-            return Problem(
-                f"{found[0].distribution} {found[0].version} offers {section} component {name!r} twice: {values}"
-            )
-        owners = " and ".join(f"{one.distribution} {one.version}" for one in found)
-        spellings = " or ".join(repr(one.qualified_name) for one in found)
-        return Problem(f"{owners} each offer a {section} component named {name!r}", hint=f"write {spellings}")
-
-    def _unknown(self, group_name: str, name: str, elsewhere: list[Component]) -> Problem:
-        section = group(group_name).section
-        names = self.names(group_name)
-        if elsewhere:
-            guess = "did you mean " + " or ".join(repr(one.qualified_name) for one in elsewhere) + "?"
-        else:
-            guess = did_you_mean(name, names)
-        installed = f"installed: {', '.join(names)}" if names else f"no installed package offers any ({group_name})"
-        return Problem(f"no {section} component is named {name!r}", hint=f"{guess} {installed}".strip())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from hp_core.errors import EXIT_USER_INPUT, HpError, Problem
+from hp_core.errors import EXIT_USER_INPUT, HpError, InputError, Problem
+from hp_core.spelling import did_you_mean
 
 GROUP_PREFIX = "hp."
 
@@ -106,6 +108,53 @@ def scan() -> Scan:
     return Scan(tuple(sorted(entries)), tuple(sorted(unreadable)))
 
 
+def spellings(entries: Sequence[Entry]) -> tuple[str, ...]:
+    """Return the names of one group's entries as a recipe may write them, sorted.
+
+    A name that several distributions offer appears as `package:name` for each of them.
+    """
+    count = Counter(entry.name for entry in entries)
+    return tuple(sorted({entry.name if count[entry.name] == 1 else entry.qualified_name for entry in entries}))
+
+
+def choose(entries: Sequence[Entry], name: str, kind: str) -> Entry:
+    """Return the entry of one group that a recipe calls `name` or `package:name`.
+
+    `kind` says what is looked for, `loss_fn component`. Raises `InputError`, without a position, when there is
+    none or more than one.
+    """
+    package, _, bare = name.rpartition(":")
+    named = [entry for entry in entries if entry.name == bare]
+    found = [entry for entry in named if not package or canonical(entry.distribution) == canonical(package)]
+    if len(found) == 1:
+        return found[0]
+    raise InputError(_ambiguous(found, name, kind) if found else _unknown(entries, named, name, kind))
+
+
+def clash_hint(entries: Sequence[Entry]) -> str:
+    """Return how to choose between entries of one name: "write 'acme:focal' or 'zeta:focal'"."""
+    return "write " + " or ".join(repr(entry.qualified_name) for entry in entries)
+
+
+def _ambiguous(found: Sequence[Entry], name: str, kind: str) -> Problem:
+    owners = [f"{entry.distribution} {entry.version}" for entry in found]
+    if len(set(owners)) == 1:
+        values = " and ".join(repr(entry.value) for entry in found)
+        return Problem(f"{owners[0]} offers the {kind} {name!r} twice, as {values}")
+    return Problem(f"{' and '.join(owners)} each offer a {kind} named {name!r}", hint=clash_hint(found))
+
+
+def _unknown(entries: Sequence[Entry], elsewhere: Sequence[Entry], name: str, kind: str) -> Problem:
+    names = spellings(entries)
+    same_package = [entry for entry in entries if canonical(entry.distribution) == canonical(name)]
+    if elsewhere or same_package:
+        guess = f"did you mean {' or '.join(repr(entry.qualified_name) for entry in elsewhere or same_package)}?"
+    else:
+        guess = did_you_mean(name, names)
+    installed = f"installed: {', '.join(names)}" if names else "none is installed"
+    return Problem(f"no {kind} is named {name!r}", hint=f"{guess} {installed}".strip())
+
+
 def canonical(distribution: str) -> str:
     """Return a distribution's name as PEP 503 normalises it, for comparison."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
@@ -139,8 +188,9 @@ def _offering_distributions(unreadable: set[str]) -> Iterator[importlib.metadata
 def _effective(found: list[importlib.metadata.Distribution]) -> importlib.metadata.Distribution:
     """Choose among the metadata of one distribution, given in `sys.path` order."""
     first = found[0].locate_file("")
+    together = [one for one in found if one.locate_file("") == first]
     # Two versions in one directory are what an interrupted upgrade leaves; the directory's order is arbitrary.
-    chosen = max((one for one in found if one.locate_file("") == first), key=_version_key)
+    chosen = max(together, key=_version_key) if len(together) > 1 else together[0]
     if _is_egg_info(chosen):
         # A source tree's egg-info is as old as its last build; the editable install's own metadata is current.
         same = [one for one in found if not _is_egg_info(one) and _identity(one) == _identity(chosen)]
