@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -93,18 +93,18 @@ def scan() -> Scan:
     """
     entries: set[Entry] = set()
     unreadable: set[str] = set()
-    for distribution in _offering_distributions(unreadable):
-        name, version = _identity(distribution)
-        try:
-            points = distribution.entry_points
-        except Exception as cause:  # one malformed entry_points.txt must not hide the other distributions
-            unreadable.add(f"{name} {version}: entry_points.txt can't be read: {describe(cause)}")
-            continue
-        entries.update(
-            Entry(point.group, point.name, point.value, name, version)
-            for point in points
-            if point.group.startswith(GROUP_PREFIX)
-        )
+    for name, offering in _offering_distributions(unreadable).items():
+        try:  # one malformed distribution must not hide the others
+            # Asked for by name as well: a newer version on the path may have stopped offering anything.
+            distribution = _effective(list(importlib.metadata.distributions(name=name)) or offering)
+            name, version = _identity(distribution)
+            entries.update(
+                Entry(point.group, point.name, point.value, name, version)
+                for point in distribution.entry_points
+                if point.group.startswith(GROUP_PREFIX)
+            )
+        except Exception as cause:
+            unreadable.add(f"{name}: the metadata can't be read: {describe(cause)}")
     return Scan(tuple(sorted(entries)), tuple(sorted(unreadable)))
 
 
@@ -166,23 +166,18 @@ def describe(cause: BaseException) -> str:
     return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
 
 
-def _offering_distributions(unreadable: set[str]) -> Iterator[importlib.metadata.Distribution]:
-    names: dict[str, str] = {}
+def _offering_distributions(unreadable: set[str]) -> dict[str, list[importlib.metadata.Distribution]]:
+    """Return the distributions that may offer something, by canonical name."""
+    found: dict[str, list[importlib.metadata.Distribution]] = {}
     for distribution in importlib.metadata.distributions():
         try:
             # Cheaper than parsing METADATA, which most distributions can be spared.
-            text = distribution.read_text("entry_points.txt") or ""
-            if GROUP_PREFIX in text:
-                name = _identity(distribution)[0]
-                names.setdefault(canonical(name), name)
+            if GROUP_PREFIX in (distribution.read_text("entry_points.txt") or ""):
+                found.setdefault(canonical(_identity(distribution)[0]), []).append(distribution)
         except Exception as cause:
-            unreadable.add(
-                f"{distribution.locate_file('')}: a distribution's metadata can't be read: {describe(cause)}"
-            )
-    for name in names.values():
-        found = list(importlib.metadata.distributions(name=name))
-        if found:
-            yield _effective(found)
+            place = distribution.locate_file("")
+            unreadable.add(f"{place}: a distribution's metadata can't be read: {describe(cause)}")
+    return found
 
 
 def _effective(found: list[importlib.metadata.Distribution]) -> importlib.metadata.Distribution:
@@ -213,6 +208,8 @@ def _version_key(distribution: importlib.metadata.Distribution) -> tuple[bool, A
 
 
 def _identity(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
-    """Return the name and version, with a readable stand-in for what the metadata lacks."""
-    metadata = distribution.metadata
-    return metadata["Name"] or "unnamed distribution", metadata["Version"] or "unknown"
+    """Return the name and version. Raises `ValueError` for a distribution without a name."""
+    name, version = distribution.metadata["Name"], distribution.metadata["Version"]
+    if not name:
+        raise ValueError("the metadata has no name")
+    return name, version or "unknown"
