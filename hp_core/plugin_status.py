@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from hp_core.components import GROUPS
@@ -81,20 +82,34 @@ def _look_up_all(entries: Sequence[Entry]) -> dict[Entry, Mapping[str, Any]]:
 
 
 def _missing_module(module: str) -> str:
-    """Return the first part of a dotted module name that no finder knows, or an empty text. Runs no module's code."""
+    """Return the first part of a dotted module name that can't be found, or an empty text. Runs no module's code."""
+    if module in sys.modules:
+        return ""
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
-        name = top
-        for part in rest:
-            # `importlib.util.find_spec` would import the parents of a dotted name.
-            if spec is None or spec.submodule_search_locations is None:
-                return name if spec is None else f"{name}.{part}"
+        name, places = top, _places(spec)
+        for part in rest if spec is not None else ():
             name = f"{name}.{part}"
-            spec = importlib.machinery.PathFinder.find_spec(name, spec.submodule_search_locations)
+            # `importlib.util.find_spec` would import the parents of a dotted name.
+            specs = [one for one in (_find_in(place, name) for place in places) if one is not None]
+            # As in an import, a module or package goes before the parts of a namespace package.
+            spec = next((one for one in specs if one.loader is not None), specs[0] if specs else None)
+            if spec is None:
+                break
+            places = _places(spec) if spec.loader is not None else [place for one in specs for place in _places(one)]
         return "" if spec is not None else name
     except (ImportError, ValueError, OSError):
-        return module
+        return module or "(none named)"
+
+
+def _find_in(place: str, name: str) -> ModuleSpec | None:
+    finder = pkgutil.get_importer(place)
+    return finder.find_spec(name) if finder is not None else None
+
+
+def _places(spec: ModuleSpec | None) -> list[str]:
+    return list(spec.submodule_search_locations or ()) if spec is not None else []
 
 
 def _load_all(entries: Sequence[Entry], limit_s: float) -> dict[Entry, Mapping[str, Any]]:
