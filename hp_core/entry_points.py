@@ -209,7 +209,8 @@ def _version_key(distribution: importlib.metadata.Distribution) -> tuple[bool, A
 
 def _identity(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
     """Return the name and version. Raises `ValueError` for a distribution without a name."""
-    name, version = distribution.metadata["Name"], distribution.metadata["Version"]
+    metadata = distribution.metadata  # parsed anew at each access
+    name, version = metadata["Name"], metadata["Version"]
     if not name:
         raise ValueError("the metadata has no name")
     return name, version or "unknown"

@@ -51,19 +51,21 @@ def status_rows(entries: Sequence[Entry], *, load: bool = False, limit_s: float 
     each is imported in a child process and is "ok" or "broken: …"; one that ends or hangs the child is broken too.
     """
     reports = _load_all(entries, limit_s) if load else _look_up_all(entries)
+    namesakes: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        namesakes.setdefault((entry.group, entry.name), []).append(entry)
     rows = []
     for entry in entries:
         report = reports[entry]
-        status = _misuse(entry, entries) or report["status"]
+        status = _misuse(entry, namesakes[entry.group, entry.name]) or report["status"]
         rows.append(Row(**asdict(entry), status=status, hooks=tuple(report.get("hooks", ()))))
     return tuple(rows)
 
 
-def _misuse(entry: Entry, entries: Sequence[Entry]) -> str:
-    """Return what is wrong with how an entry is named, or an empty text."""
+def _misuse(entry: Entry, same: Sequence[Entry]) -> str:
+    """Return what is wrong with an entry's group or name, or an empty text; `same` are all that share both."""
     if entry.group not in KNOWN_GROUPS:
         return f"unknown group: nothing reads it; {did_you_mean(entry.group, KNOWN_GROUPS)}".rstrip("; ")
-    same = [one for one in entries if (one.group, one.name) == (entry.group, entry.name)]
     if len(same) == 1:
         return ""
     if all(one.distribution == entry.distribution for one in same):
