@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pluggy
@@ -254,7 +256,7 @@ def on_train_start(run: Any) -> None:
     Ranks: every rank.
 
     Args:
-        run: the run that is about to train. Read-only.
+        run: the run, with its `config`, `directory`, `model`, `optimizer` and `state` (counters). Read-only.
 
     Returns:
         Nothing; a value is ignored.
@@ -262,7 +264,7 @@ def on_train_start(run: Any) -> None:
     Example:
         @hookimpl
         def on_train_start(run):
-            print("training starts")
+            print(f"from step {run.state.step} in {run.directory.path}")
     """
 
 
@@ -292,15 +294,15 @@ def prepare_model_inputs(loss_fn: Any, model_inputs: Any, loss_inputs: Any) -> A
 
 
 @_hookspec
-def on_step_end(run: Any, step: Any) -> None:
+def on_step_end(run: Any, step: int) -> None:
     """Look at a finished optimizer step.
 
-    When: after every optimizer step, so it must be quick.
+    When: after every optimizer step, before a checkpoint or an evaluation of it; it must be quick.
     Ranks: every rank.
 
     Args:
-        run: the run. Read-only.
-        step: what the step did: its number, loss, gradient norm, learning rate and token count. Read-only.
+        run: the run. Its `metrics` are the last logged row of `metrics.jsonl`. Read-only.
+        step: the number of steps taken, 1 after the first; a resumed run counts on.
 
     Returns:
         Nothing; a value is ignored.
@@ -308,12 +310,13 @@ def on_step_end(run: Any, step: Any) -> None:
     Example:
         @hookimpl
         def on_step_end(run, step):
-            history.append(step)
+            if step % 100 == 0:
+                print(f"{step}: {torch.cuda.max_memory_allocated()} bytes")
     """
 
 
 @_hookspec
-def on_evaluate(run: Any, evaluation: Any) -> None:
+def on_evaluate(run: Any, evaluation: Mapping[str, Any]) -> None:
     """Look at the result of an evaluation.
 
     When: after each evaluation over the whole validation set.
@@ -321,20 +324,20 @@ def on_evaluate(run: Any, evaluation: Any) -> None:
 
     Args:
         run: the run. Read-only.
-        evaluation: the step it belongs to, its token-weighted loss and its token count. Read-only.
+        evaluation: a dict with `step`, `eval_loss` (the mean over all tokens) and `eval_tokens`. Read-only.
 
     Returns:
         Nothing; a value is ignored.
 
     Example:
         @hookimpl
-        def on_evaluate(run, evaluation):
-            evaluations.append(evaluation)
+        def on_evaluate(evaluation):
+            print(f"perplexity {math.exp(evaluation['eval_loss']):.1f}")
     """
 
 
 @_hookspec
-def on_checkpoint(run: Any, path: Any) -> None:
+def on_checkpoint(run: Any, path: Path) -> None:
     """Do something with a checkpoint, such as copying it away.
 
     When: after each checkpoint, when the directory is complete under its final name.
@@ -349,8 +352,9 @@ def on_checkpoint(run: Any, path: Any) -> None:
 
     Example:
         @hookimpl
-        def on_checkpoint(run, path):
-            print(f"saved {path.name}")
+        def on_checkpoint(path):
+            if int(os.environ.get("RANK", "0")) == 0:
+                shutil.copytree(path, BACKUP / path.name)
     """
 
 
@@ -363,15 +367,15 @@ def on_train_end(run: Any, report: Any) -> None:
 
     Args:
         run: the run. Read-only.
-        report: the run's summary. Read-only.
+        report: how the run ended: `steps`, the last logged `metrics` and the last `evaluation`. Read-only.
 
     Returns:
         Nothing; a value is ignored.
 
     Example:
         @hookimpl
-        def on_train_end(run, report):
-            print(report)
+        def on_train_end(report):
+            print(f"done after {report.steps} steps")
     """
 
 
@@ -379,12 +383,12 @@ def on_train_end(run: Any, report: Any) -> None:
 def on_exception(run: Any, error: BaseException) -> None:
     """Learn that the run fails.
 
-    When: once, before the process ends, when training raises; other ranks may be gone, so start no collective.
+    When: once, when building or training raises; other ranks may be gone, so start no collective.
     Ranks: the ranks that fail.
 
     Args:
         run: the run. Read-only.
-        error: the exception that ends the run. It is raised again afterwards, whatever this hook does.
+        error: the exception that ends the run; it is raised again afterwards.
 
     Returns:
         Nothing; a value is ignored.
@@ -392,5 +396,5 @@ def on_exception(run: Any, error: BaseException) -> None:
     Example:
         @hookimpl
         def on_exception(run, error):
-            print(f"failed: {error}")
+            print(f"step {run.state.step}: {error}")
     """

@@ -57,7 +57,7 @@ def check_plugin(plugin: object) -> tuple[tuple[HookFunction, ...], tuple[Proble
             implementations.append(HookFunction(hook, function, options["wrapper"]))
     problems += _repeated(implementations)
     if not implementations and not problems:
-        problems.append(Problem("has no hookimpl", hint="decorate its functions with @hookimpl from hp_core"))
+        problems.append(Problem("has no hookimpl", hint="decorate its functions with @hookimpl from hp_core.hookspecs"))
     return tuple(implementations), tuple(problems)
 
 

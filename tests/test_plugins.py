@@ -245,7 +245,7 @@ REFUSED = {
             "the hookimpl 'build_loss' takes '**kwargs', which hooks never receive",
         ],
     ),
-    "no hookimpl": ("x = 1\n", ["has no hookimpl; decorate its functions with @hookimpl from hp_core"]),
+    "no hookimpl": ("x = 1\n", ["has no hookimpl; decorate its functions with @hookimpl from hp_core.hookspecs"]),
     "an order of its own": (
         "@hookimpl(tryfirst=True, trylast=True)\ndef build_loss(config):\n    return 1\n",
         ["the hookimpl 'build_loss' sets tryfirst; the order of plugins", "the hookimpl 'build_loss' sets trylast"],
