@@ -1,0 +1,160 @@
+"""A component section of the tree to a `Target`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from hp_core.components import Component, ComponentLoadError, Components
+from hp_core.config.importing import check_is_loss, import_callable
+from hp_core.config.node import MapNode, Node, ScalarNode, describe, is_null, nearest_origin, to_data, walk
+from hp_core.config.path import Path, format_path
+from hp_core.config.section import IMPORT_PATH, NAME, ComponentSection
+from hp_core.config.shape import known_keys, unknown_keys
+from hp_core.config.signature import Parameter, Signature, SignatureError, argument_adapter
+from hp_core.config.target import Target
+from hp_core.config.wording import problems_of, unknown_key
+from hp_core.errors import InputError, Problem
+from hp_core.spelling import did_you_mean
+
+LOSSES = "hp.losses"
+
+
+def resolve_target(
+    section: ComponentSection, tree: MapNode, path: Path, node: Node, components: Components
+) -> tuple[Target | None, list[Problem]]:
+    """Return what a section names, with its arguments checked, or None and what is wrong with it.
+
+    `node` is the section, at `path` in `tree`. The component is imported.
+    """
+    resolver = _Resolver(section, tree, path, components)
+    return resolver.resolve(node), resolver.problems
+
+
+@dataclass
+class _Resolver:
+    section: ComponentSection
+    tree: MapNode
+    path: Path
+    components: Components
+    problems: list[Problem] = field(default_factory=list)
+
+    def resolve(self, node: Node) -> Target | None:
+        if not isinstance(node, MapNode):
+            message = f"expected a component, got {describe(node)}"
+            self.problems.append(
+                Problem(message, format_path(self.path), node.origin, f"write its name, or a mapping with {NAME!r}")
+            )
+            return None
+        key = self._naming_key(node)
+        if key is None:
+            return None
+        loaded = self._load(key, node)
+        if loaded is None:
+            return None
+        function, component = loaded
+        spelling = str(to_data(node)[key])
+        try:
+            signature = Signature.of(function)
+        except SignatureError as error:
+            self._report(f"{spelling!r} {error}", (key,))
+            return None
+        problem = check_is_loss(function, signature.returns, spelling) if self.section.group == LOSSES else None
+        if problem is not None:
+            self._report(problem.message, (key,), problem.hint)
+        given = node.without(NAME, IMPORT_PATH, *self.section.settings)
+        arguments = self._arguments(given, signature, spelling)
+        named = {"name": spelling} if key == NAME else {"import_path": spelling}
+        where = {format_path(inner): one.origin for inner, one in walk(node.without(*self.section.settings))}
+        where[""] = nearest_origin(self.tree, self.path, key=True)
+        return Target(
+            format_path(self.path), self.section.group, component=component, arguments=arguments, origins=where, **named
+        )
+
+    def _naming_key(self, node: MapNode) -> str | None:
+        """Return which of `name` and `_target_` names the component."""
+        given = [key for key in (NAME, IMPORT_PATH) if not is_null(node.get(key))]
+        if len(given) == 2:
+            last = max(given, key=lambda key: str(list(node.entries).index(key)))
+            self._report(f"{NAME!r} and {IMPORT_PATH!r} each name a component", (last,), "remove one of them", key=True)
+            return None
+        if not given:
+            installed = ", ".join(self.components.names(self.section.group)) or "none"
+            hint = f"write '{NAME}:' (installed: {installed}) or '{IMPORT_PATH}: package.module.attribute'"
+            self._report("names no component", (), hint, key=True)
+            return None
+        value = node.get(given[0])
+        if isinstance(value, ScalarNode) and isinstance(value.value, str):
+            return given[0]
+        if not (isinstance(value, ScalarNode) and value.problem is not None):
+            assert value is not None
+            self._report(f"expected text, got {describe(value)}", (given[0],))
+        return None
+
+    def _load(self, key: str, node: MapNode) -> tuple[Callable[..., Any], Component | None] | None:
+        spelling = str(to_data(node)[key])
+        try:
+            if key == IMPORT_PATH:
+                return import_callable(spelling), None
+            component = self.components.find(self.section.group, spelling)
+            function = component.load()
+        except InputError as error:
+            for problem in error.problems:
+                self._report(problem.message, (key,), problem.hint)
+            return None
+        except ComponentLoadError as error:
+            self._report(error.problem.message, (key,), error.problem.hint)
+            return None
+        if not callable(function):
+            self._report(f"{component.qualified_name!r} ({component.value}) is not callable", (key,))
+            return None
+        return function, component
+
+    def _arguments(self, given: MapNode, signature: Signature, spelling: str) -> dict[str, Any]:
+        parameters = signature.recipe_parameters(self.section.runtime_arguments)
+        known = dict(parameters)
+        for key in given.entries:
+            if key in self.section.runtime_arguments:
+                self._report("is provided by the trainer", (key,), "remove it", key=True)
+            elif key not in parameters and not signature.is_open:
+                accepted = f"accepted: {', '.join(sorted(parameters)) or 'none'}"
+                hint = f"{did_you_mean(key, parameters)} {accepted}".strip()
+                self._report(f"unknown argument of {spelling!r}", (key,), hint, key=True)
+            elif key not in parameters:
+                known[key] = Parameter(key, Any, None)
+        for name, parameter in parameters.items():
+            if parameter.is_required and name not in given.entries:
+                self._report(f"{spelling!r} needs the argument {name!r}", (), f"write '{name}: …' in this section", key=True)
+        return self._checked(given.only(*known), known)
+
+    def _checked(self, given: MapNode, parameters: dict[str, Parameter]) -> dict[str, Any]:
+        for key, inner in _unknown(given, parameters):
+            annotation = parameters[key].annotation
+            node = given.entries[key].node
+            known = known_keys(annotation, inner[:-1])
+            self.problems.append(unknown_key(node, inner, (*self.path, key), known))
+        try:
+            text = json.dumps(to_data(given))
+            checked: dict[str, Any] = argument_adapter(parameters).validate_json(text, strict=True)
+            return checked
+        except ValidationError as error:
+            for problem in problems_of(error, given, self.path, {k: p.annotation for k, p in parameters.items()}):
+                if problem not in self.problems:
+                    self.problems.append(problem)
+            return {}
+
+    def _report(self, message: str, inner: Path, hint: str = "", *, key: bool = False) -> None:
+        path = (*self.path, *inner)
+        self.problems.append(Problem(message, format_path(path), nearest_origin(self.tree, path, key=key), hint))
+
+
+def _unknown(given: MapNode, parameters: dict[str, Parameter]) -> Iterator[tuple[str, Path]]:
+    for key, entry in given.entries.items():
+        for inner in unknown_keys(parameters[key].annotation, entry.node):
+            yield key, inner
+
+

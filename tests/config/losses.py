@@ -1,0 +1,31 @@
+"""Losses for the recipe tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class CausalLm(nn.Module):
+    def __init__(self, ignore_index: int = -100, softcap: float | None = None) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.softcap = softcap
+
+
+def make_loss(scale: float = 1.0) -> nn.Module:
+    return CausalLm()
+
+
+def unannotated_loss(scale=1.0):
+    return CausalLm()
+
+
+def not_a_loss(scale: float = 1.0) -> int:
+    return 1
+
+
+class NotALoss:
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale: Any = scale
