@@ -1,0 +1,61 @@
+"""Documents of a data set on the Hugging Face Hub, or in a directory laid out like one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hp_core.data.fields import Row, RowText
+from hp_core.data.fingerprint import file_fingerprint, fingerprint
+from hp_core.data.sources import Document
+from hp_core.errors import ArgumentError
+
+
+class HubSource:
+    """One split of a data set, through `datasets.load_dataset`; each row is a document."""
+
+    def __init__(self, hub_id: str, config: str | None, split: str, text: RowText) -> None:
+        self.hub_id = hub_id
+        self.config = config
+        self.split = split
+        self.text = text
+        self.name = f"{hub_id} ({split})"
+
+    @cached_property
+    def rows(self) -> Any:
+        """The `datasets.Dataset`; downloaded once, to the Hub's own cache."""
+        import datasets  # type: ignore[import-untyped]
+
+        shows_progress = datasets.is_progress_bar_enabled()
+        datasets.disable_progress_bars()
+        try:
+            return datasets.load_dataset(self.hub_id, self.config, split=self.split)
+        # Every kind of error comes out of here, from five libraries; the user needs its text and which key to change.
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ArgumentError(
+                "hub_id",
+                f"the data set {self.hub_id!r} can't be loaded: {type(error).__name__}: {reason}",
+                "check the name, hub_config and split; without a network, name local files with `files`",
+            ) from error
+        finally:
+            if shows_progress:
+                datasets.enable_progress_bars()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Depends on the content of the data set's cached files and on what is taken from them."""
+        cached = [file_fingerprint(Path(entry["filename"])) for entry in self.rows.cache_files]
+        if not cached:
+            cached = [fingerprint(*(document.text for document in self.documents()))]
+        return fingerprint("hub", self.split, len(self.rows), *self.text.identity, *cached)
+
+    def documents(self) -> Iterator[Document]:
+        """The rows' texts, in the data set's order."""
+        names = self.rows.column_names
+        rows = self.rows.select_columns(list(self.text.fields)) if set(self.text.fields) <= set(names) else self.rows
+        for number, row in enumerate(rows, start=1):
+            location = f"{self.name}: row {number}"
+            yield Document(self.text(Row(location, row)), location)

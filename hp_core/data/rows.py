@@ -1,0 +1,81 @@
+"""What makes any row dataset fit the global order: the empty row, and a check of what a component returned."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+
+from hp_core.data.protocols import EMPTY_ROW, IGNORED_LABEL, DataReport, Datasets, RowDataset, Sample
+from hp_core.errors import InputError
+
+
+class WithEmptyRow:
+    """A dataset whose row -1 is an empty row: padding without a target, so it adds exactly 0 to any loss.
+
+    Ranks that run out of rows in a step take it, so that every rank runs the same number of micro-batches.
+    Arrays a dataset adds of its own are zero in it.
+    """
+
+    def __init__(self, dataset: RowDataset) -> None:
+        self.dataset = dataset
+
+    @property
+    def fingerprint(self) -> str:
+        """The dataset's own."""
+        return self.dataset.fingerprint
+
+    @property
+    def max_seq_len(self) -> int:
+        """The dataset's own."""
+        return self.dataset.max_seq_len
+
+    @property
+    def report(self) -> DataReport | None:
+        """The dataset's own."""
+        return self.dataset.report
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int, /) -> Sample:
+        if index != EMPTY_ROW:
+            return self.dataset[index]
+        empty = {name: np.zeros_like(value) for name, value in self.dataset[0].items() if name != "index"}
+        empty["labels"][...] = IGNORED_LABEL
+        empty["position_ids"][...] = np.arange(self.max_seq_len)
+        return cast(Sample, {"index": EMPTY_ROW, **empty})
+
+
+def as_datasets(built: object) -> Datasets:
+    """The `Datasets` meant by what a dataset component returned: that, a dataset, or (train, validation, test).
+
+    Every dataset in the result has an empty row. Raises `InputError` naming what a dataset lacks.
+    """
+    if isinstance(built, Datasets):
+        datasets = built
+    elif isinstance(built, (tuple, list)):
+        if not 1 <= len(built) <= 3 or built[0] is None:
+            raise InputError(f"the dataset component returned {len(built)} parts, not (train, validation, test)")
+        datasets = Datasets(*built)
+    else:
+        datasets = Datasets(cast(RowDataset, built))
+    return Datasets(
+        train=_prepare(datasets.train, "training"),
+        validation=None if datasets.validation is None else _prepare(datasets.validation, "validation"),
+        test=None if datasets.test is None else _prepare(datasets.test, "test"),
+        tokenizer=datasets.tokenizer,
+    )
+
+
+def _prepare(dataset: RowDataset, role: str) -> WithEmptyRow:
+    if isinstance(dataset, WithEmptyRow):
+        return dataset
+    needed = ("fingerprint", "max_seq_len", "report", "__len__", "__getitem__")
+    missing = [name for name in needed if not hasattr(dataset, name)]
+    if missing:
+        raise InputError(
+            f"the {role} dataset, a {type(dataset).__name__}, lacks {', '.join(missing)}"
+            "; see hp_core.data.protocols.RowDataset"
+        )
+    return WithEmptyRow(dataset)

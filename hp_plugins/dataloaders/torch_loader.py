@@ -1,0 +1,53 @@
+"""torch's own data loader, seeded so that neither workers nor ranks share a random stream."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, cast
+
+import torch
+from pydantic import Field
+from torch.utils.data import DataLoader, Dataset
+
+from hp_core.data.order import StepBatches
+from hp_core.data.protocols import RowDataset
+from hp_core.errors import ArgumentError
+
+
+def torch_loader(
+    num_workers: Annotated[int, Field(ge=0)] = 0,
+    pin_memory: bool = False,
+    prefetch_factor: Annotated[int, Field(ge=1)] | None = None,
+    *,
+    dataset: RowDataset,
+    collate_fn: Callable[[Any], Any],
+    batch_sampler: StepBatches | list[list[int]],
+    seed: int,
+) -> DataLoader[Any]:
+    """A `DataLoader` over the given batches of row numbers.
+
+    `num_workers` processes read ahead, `prefetch_factor` batches each (default 2). `pin_memory` has an effect
+    only where there is an accelerator. Batches come in the sampler's order whatever the number of workers. The
+    workers' random streams (torch, numpy, random) differ by data rank and worker, and repeat with `seed`.
+    """
+    if prefetch_factor is not None and num_workers == 0:
+        raise ArgumentError("prefetch_factor", "has no effect without workers", "set num_workers: 1 or more")
+    dp_rank = batch_sampler.dp_rank if isinstance(batch_sampler, StepBatches) else 0
+    digest = hashlib.sha256(f"data loader:{seed}:{dp_rank}".encode()).digest()
+    # A generator of its own: without one, torch draws the workers' seed from the global stream, and dropout would
+    # depend on how often a loader was started.
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    with warnings.catch_warnings():
+        # One recipe serves machines of different sizes, so more workers than cores is nothing to warn of.
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        return DataLoader(
+            cast("Dataset[Any]", dataset),
+            batch_sampler=cast("Iterable[list[int]]", batch_sampler),
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+            prefetch_factor=prefetch_factor,
+            generator=generator,
+        )

@@ -1,0 +1,63 @@
+"""Text from files or the Hub, packed into rows for next-token prediction."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from hp_core.data.build import build_datasets
+from hp_core.data.cache import cache_directory
+from hp_core.data.fields import RowText
+from hp_core.data.hub import HubSource
+from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
+from hp_core.data.sources import FileSource, Source, expand_files
+from hp_core.errors import ArgumentError
+
+
+def text(
+    files: str | list[str] | None = None,
+    hub_id: str | None = None,
+    hub_config: str | None = None,
+    split: str | None = None,
+    field: str | None = None,
+    template: str | None = None,
+    max_seq_len: Annotated[int, Field(ge=2)] = 1024,
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+    validation_files: str | list[str] | None = None,
+    cache_dir: str | None = None,
+    *,
+    tokenizer: Tokenizer | TrainableTokenizer | None,
+) -> Datasets:
+    """Documents end to end, each closed by EOS, cut into rows of `max_seq_len` tokens.
+
+    `files` are paths, directories or globs of `.txt` (a file is a document), `.jsonl`, `.ndjson`, `.json`, `.csv`,
+    `.parquet` and `.arrow` files (a row is a document). Or `hub_id`, with `hub_config` and `split` (default
+    `train`), names a data set on the Hub. A row's text is its `field` (default `text`) or a `template` over its
+    fields, such as `"{question}\\n{answer}"`.
+
+    Validation documents come from `validation_files`, or are a `validation_fraction` of the documents, chosen by
+    their text. Token ids are cached in `cache_dir` (default `$HP_CACHE_DIR`, else the user's cache directory).
+    """
+    if (files is None) == (hub_id is None):
+        raise ArgumentError("files", "give either files or hub_id")
+    if files is not None and (hub_config is not None or split is not None):
+        raise ArgumentError("split" if split is not None else "hub_config", "has no effect on files; it needs hub_id")
+    row_text = RowText.of(field, template)
+    source: Source
+    if files is not None:
+        source = FileSource(expand_files(files), row_text)
+    else:
+        assert hub_id is not None
+        source = HubSource(hub_id, hub_config, split or "train", row_text)
+    validation_source = None
+    if validation_files is not None:
+        validation_source = FileSource(expand_files(validation_files, argument="validation_files"), row_text)
+    return build_datasets(
+        source,
+        tokenizer=tokenizer,
+        max_seq_len=max_seq_len,
+        cache_dir=cache_directory(cache_dir),
+        validation_fraction=validation_fraction,
+        validation_source=validation_source,
+    )
