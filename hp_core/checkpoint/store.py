@@ -1,0 +1,130 @@
+"""Saving and loading one checkpoint through torch's distributed checkpoint (DCP), atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+
+from hp_core.checkpoint.layout import MANIFEST, TRAINER_STATE, Checkpoint, step_directory
+from hp_core.checkpoint.tensors import (
+    empty_optimizer_tensors,
+    model_tensors,
+    optimizer_scalars,
+    optimizer_tensors,
+    restore_optimizers,
+)
+from hp_core.errors import InputError, RunError
+from hp_core.parallel.setup import DistributedSetup
+from hp_core.training.state import random_state, restore_random_state, seed_everything
+
+
+def save_checkpoint(
+    run_directory: Path,
+    step: int,
+    *,
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    trainer_state: dict[str, Any],
+    manifest: dict[str, Any],
+    setup: DistributedSetup,
+) -> Path:
+    """Write the checkpoint after `step` steps and return its directory. Every rank calls it.
+
+    Everything is written beside the final name and renamed when all ranks are done, so a directory with the final
+    name is complete.
+
+    Raises:
+        RunError: it could not be written; what was there before is untouched.
+    """
+    final = step_directory(run_directory, step)
+    temporary = final.with_name(final.name + ".tmp")
+    state = {**trainer_state, "optimizer_scalars": optimizer_scalars(model, optimizers)}
+    if setup.environment.is_main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    setup.barrier()
+    try:
+        torch.save(random_state(), temporary / _random_file(setup.rank))
+        dcp.save({**model_tensors(model), **optimizer_tensors(model, optimizers)}, checkpoint_id=temporary)
+    except (CheckpointException, OSError) as error:
+        raise RunError(f"can't write checkpoint {final}: {error}") from error
+    setup.barrier()
+    if setup.environment.is_main:
+        _write_json(temporary / TRAINER_STATE, state)
+        _write_json(temporary / MANIFEST, manifest)
+        _rename(temporary, final)
+    setup.barrier()
+    return final
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, *, model: nn.Module, optimizers: list[Optimizer], seed: int, setup: DistributedSetup
+) -> bool:
+    """Fill `model` and `optimizers` from a checkpoint of any layout. Every rank calls it.
+
+    Returns:
+        True when the random streams of this rank were restored; False when another number of ranks wrote the
+        checkpoint, and new streams were made from the seed and the step.
+
+    Raises:
+        InputError: the checkpoint does not fit the model or the optimizer, or can't be read.
+    """
+    state = checkpoint.trainer_state()
+    written_by = state["optimizers"]
+    if written_by != optimizer_names(optimizers):
+        raise InputError(
+            f"{checkpoint.path}: written with {', '.join(written_by)}, the recipe builds "
+            f"{', '.join(optimizer_names(optimizers))}; the optimizer's state can't be carried over"
+        )
+    metadata = dcp.FileSystemReader(checkpoint.path).read_metadata()
+    room = empty_optimizer_tensors(model, metadata)
+    try:
+        dcp.load({**model_tensors(model), **room}, checkpoint_id=checkpoint.path)
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        raise InputError(f"{checkpoint.path}: can't be loaded into this model: {error}") from error
+    restore_optimizers(model, optimizers, room, state["optimizer_scalars"])
+    if state["world_size"] != setup.world_size:
+        seed_everything(seed, setup.dp_rank, checkpoint.step)
+        return False
+    restore_random_state(torch.load(checkpoint.path / _random_file(setup.rank), weights_only=True))
+    return True
+
+
+def optimizer_names(optimizers: list[Optimizer]) -> list[str]:
+    """The optimizers' class names, as the checkpoint records them."""
+    return [type(optimizer).__name__ for optimizer in optimizers]
+
+
+def _random_file(rank: int) -> str:
+    return f"random_rank_{rank:05d}.pt"
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _rename(temporary: Path, final: Path) -> None:
+    # The step exists when a run went on from an older checkpoint; it goes only once the new one is in its place.
+    old = final.with_name(final.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    temporary.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+    directory = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,102 @@
+"""A model's and an optimizer's tensors under flat names, the same for every layout, and back into place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from hp_core.errors import InputError
+
+MODEL = "model/"
+OPTIMIZER = "optimizer/"
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters and persistent buffers by `model/FQN`; the tensors themselves, not copies."""
+    return {f"{MODEL}{fqn}": tensor.detach() for fqn, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def optimizer_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, torch.Tensor]:
+    """The optimizers' state by `optimizer/FQN/key`, read as it is: asking for it never takes a step."""
+    return {
+        f"{OPTIMIZER}{fqn}/{key}": value
+        for fqn, state in _states(model, optimizers)
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def optimizer_scalars(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, dict[str, Any]]:
+    """The optimizers' state that is plain numbers, by FQN and key.
+
+    Raises:
+        TypeError: a state value is neither a tensor nor a number; it could not be restored.
+    """
+    scalars: dict[str, dict[str, Any]] = {}
+    for fqn, state in _states(model, optimizers):
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) or value is None:
+                continue
+            if not isinstance(value, (bool, int, float, str)):
+                raise TypeError(f"optimizer state {key!r} of {fqn} is a {type(value).__name__}; it can't be saved")
+            scalars.setdefault(fqn, {})[key] = value
+    return scalars
+
+
+def empty_optimizer_tensors(model: nn.Module, metadata: Metadata) -> dict[str, torch.Tensor]:
+    """Room for every optimizer tensor that a checkpoint holds, laid out as the parameter it belongs to.
+
+    Raises:
+        InputError: the checkpoint has state for a parameter that this model does not have.
+    """
+    parameters = dict(model.named_parameters())
+    room: dict[str, torch.Tensor] = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        if not name.startswith(OPTIMIZER) or not isinstance(stored, TensorStorageMetadata):
+            continue
+        fqn = name.removeprefix(OPTIMIZER).rpartition("/")[0]
+        if fqn not in parameters:
+            raise InputError(f"the checkpoint has optimizer state for {fqn!r}, which this model does not have")
+        parameter = parameters[fqn]
+        dtype = stored.properties.dtype
+        if tuple(stored.size) == tuple(parameter.shape):
+            room[name] = torch.empty_like(parameter.detach(), dtype=dtype)
+        else:
+            room[name] = torch.empty(stored.size, dtype=dtype, device=parameter.device)
+    return room
+
+
+def restore_optimizers(
+    model: nn.Module,
+    optimizers: Iterable[Optimizer],
+    tensors: Mapping[str, torch.Tensor],
+    scalars: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Put loaded state in place of whatever the optimizers hold. A parameter without saved state gets none."""
+    parameters = dict(model.named_parameters())
+    state: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        fqn, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+        state.setdefault(fqn, {})[key] = tensor
+    for fqn, values in scalars.items():
+        state.setdefault(fqn, {}).update(values)
+    for optimizer in optimizers:
+        mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        optimizer.state.clear()
+        for fqn, values in state.items():
+            if parameters[fqn] in mine:
+                optimizer.state[parameters[fqn]] = values
+
+
+def _states(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, dict[str, Any]]]:
+    names = {parameter: fqn for fqn, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if parameter not in names:
+                raise KeyError("the optimizer holds state for a tensor that is no parameter of the model")
+            yield names[parameter], state

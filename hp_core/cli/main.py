@@ -1,0 +1,95 @@
+"""`hp-train`: the command line, dispatch to one module a command, and errors turned into text and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from hp_core.cli import check, config, plugins, schema, train
+from hp_core.errors import HpError, InputError, Problem
+
+_EPILOG = """\
+Any recipe value can be given on the command line: --training.train_iters=10 --optimizer.lr=1e-4
+--plugins='[my_plugin]'. The value is read as if it were written in the recipe.
+
+exit codes: 0 done, 1 the run failed, 2 the recipe, command line or plugins are wrong, 75 stopped on request.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        known, overrides = _split(arguments)
+        args = _parser().parse_args(_with_command(known))
+        args.overrides = overrides
+        if overrides and not getattr(args, "takes_overrides", False):
+            raise InputError(f"{args.command} takes no recipe values: {overrides[0]}")
+        code: int = args.func(args)
+        return code
+    except HpError as error:
+        print(f"error: {error}" if not isinstance(error, InputError) else str(error), file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of a pipe (head) went away; python would complain again while it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _with_command(arguments: list[str]) -> list[str]:
+    """Training is what a recipe alone asks for; every other job has a word."""
+    if arguments and (arguments[0] in _COMMANDS or arguments[0] in ("-h", "--help", "--version")):
+        return arguments
+    return ["train", *arguments]
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Separate recipe values (`--a.b=c`, and root keys such as `--output_dir=x`) from options."""
+    known: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if argument.startswith("--") and name not in _OPTIONS and (equals or "." in name):
+            if not equals:
+                raise InputError(Problem(f"{argument}: a recipe value needs '='", hint=f"write {argument}=VALUE"))
+            overrides.append(argument)
+        else:
+            known.append(argument)
+    return known, overrides
+
+
+_OPTIONS = frozenset(
+    {"--nproc", "--plugin", "--overwrite", "--diff", "--json", "--load", "--help", "--version", "--output"}
+)
+_COMMANDS = {"train": train, "check": check, "config": config, "schema": schema, "plugins": plugins}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise InputError(Problem(message, hint=f"see '{self.prog} --help'"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="hp-train",
+        description="Train transformers models from one YAML recipe, on one CPU or a thousand GPUs.",
+        usage="hp-train RECIPE [--nproc N] [--section.key=VALUE ...]\n       hp-train COMMAND ...",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"hp-train {_version()}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in _COMMANDS.values():
+        command.add_parser(subparsers)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("hyperparallel")
+    except PackageNotFoundError:
+        return "(not installed)"

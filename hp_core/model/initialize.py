@@ -1,0 +1,112 @@
+"""Initial weights that depend on the seed and the parameter's name, and on nothing else.
+
+Each block is initialised whole, on the host, from a random stream seeded by its FQN; every rank then keeps its own
+part. So one process and a thousand start from the same weights, and no rank holds more than one whole block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.initialization import guard_torch_init_functions
+
+from hp_core.errors import InputError
+from hp_core.model.units import blocks, modules_bottom_up
+
+
+@torch.no_grad()
+def initialize_weights(model: PreTrainedModel, seed: int) -> None:
+    """Fill the parameters and buffers of a materialised `model` (sharded or not) by its own `_init_weights`.
+
+    Raises:
+        InputError: the model's initialisation leaves a parameter or buffer untouched; the message names it.
+    """
+    inside: set[nn.Module] = set()
+    for fqn, block in blocks(model):
+        members = list(modules_bottom_up(block, fqn))
+        inside.update(module for _, module in members)
+        _initialize_together(model, fqn, members, seed)
+    for fqn, module in modules_bottom_up(model):
+        if module not in inside:
+            _initialize_together(model, fqn, [(fqn, module)], seed)
+
+
+def _initialize_together(
+    model: PreTrainedModel, fqn: str, members: list[tuple[str, nn.Module]], seed: int
+) -> None:
+    originals = [
+        (module, name, parameter)
+        for _, module in members
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    buffers = [
+        (f"{member}.{name}", buffer)
+        for member, module in members
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+    ]
+    for _, buffer in buffers:
+        buffer.fill_(torch.nan)
+    for module, name, parameter in originals:
+        whole = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device="cpu")
+        module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+    try:
+        with torch.random.fork_rng(devices=[]), guard_torch_init_functions():
+            torch.manual_seed(_stream(seed, fqn))
+            for member, module in members:
+                _owner(model, member)._init_weights(module)
+        wholes = [module._parameters[name] for module, name, _ in originals]
+    finally:
+        for module, name, parameter in originals:
+            module._parameters[name] = parameter
+    for (_, name, parameter), whole in zip(originals, wholes, strict=True):
+        assert whole is not None
+        if whole.isnan().any():
+            raise InputError(_untouched(model, f"{fqn}: parameter {name}"))
+        _keep_own_part(parameter, whole.detach())
+    for name, buffer in buffers:
+        if buffer.isnan().any():
+            raise InputError(_untouched(model, f"buffer {name}"))
+
+
+def reset_buffers(model: PreTrainedModel) -> None:
+    """Recompute the buffers that no checkpoint holds (rotary frequencies), which materialising left as garbage."""
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    model.initialize_weights()
+
+
+def _keep_own_part(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        # Without a source rank nothing is sent: every rank has made the same whole tensor.
+        whole = whole.to(parameter.device_mesh.device_type)
+        own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(own.to_local())
+    else:
+        parameter.copy_(whole)
+
+
+def _owner(model: PreTrainedModel, fqn: str) -> PreTrainedModel:
+    """The innermost transformers model above a module: each family initialises its own part of a composite."""
+    return [module for module in _path(model, fqn) if isinstance(module, PreTrainedModel)][-1]
+
+
+def _path(model: nn.Module, fqn: str) -> Iterator[nn.Module]:
+    yield model
+    module = model
+    for name in fqn.split(".") if fqn else ():
+        module = module.get_submodule(name)
+        yield module
+
+
+def _stream(seed: int, fqn: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{fqn}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _untouched(model: PreTrainedModel, what: str) -> str:
+    return f"{type(model).__name__}._init_weights leaves {what} without a value, so it can't be trained from a config"

@@ -1,0 +1,79 @@
+"""Weights of a Hugging Face directory into a model that is already sharded: each rank reads only its own part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import LoadStateDictConfig
+
+from hp_core.errors import ArgumentError
+
+
+def weight_files(pretrained: str, revision: str | None) -> list[str]:
+    """The safetensors files of a directory, or of a hub id (fetched once a host by the hub's own cache).
+
+    Raises:
+        ArgumentError: there are none; other formats are refused because reading them runs code.
+    """
+    folder = Path(pretrained).expanduser()
+    if not folder.is_dir():
+        folder = _fetch(pretrained, revision)
+    files = sorted(str(path) for path in folder.glob("*.safetensors"))
+    if not files:
+        raise ArgumentError(
+            "pretrained", f"no *.safetensors file in {str(folder)!r}", "save the model with safe_serialization"
+        )
+    return files
+
+
+def load_weights(model: PreTrainedModel, files: list[str], *, dtype: torch.dtype) -> None:
+    """Fill a meta `model`, sharded or not, from `files`, converting the layout on disk to the model's own.
+
+    transformers reads slices of the files by the placements of the DTensors in the model, so no rank ever holds a
+    whole tensor it owns a part of. Buffers that no checkpoint holds are recomputed.
+
+    Raises:
+        ArgumentError: the files lack a parameter, or hold one of another shape, or one the model has no place for.
+    """
+    config = LoadStateDictConfig(
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        weight_mapping=get_model_conversion_mapping(model, None, None),
+    )
+    # Without it transformers takes the DTensors for its own tensor parallelism and gathers them again.
+    model._is_distributed_loading_by_transformers = True
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+    info, _ = type(model)._load_pretrained_model(model, None, files, config)
+    problems = [f"{key} is missing" for key in sorted(_untied(model, info.missing_keys))]
+    problems += [f"{key[0]} has another shape" for key in sorted(info.mismatched_keys)]
+    problems += [f"{key}: {error}" for key, error in sorted(info.conversion_errors.items())]
+    if problems:
+        raise ArgumentError("pretrained", "the weight files don't fit the model: " + _some(problems))
+    info = type(model)._finalize_model_loading(model, config, info)
+    if info.unexpected_keys:
+        unexpected = [f"{key} has no place in the model" for key in sorted(info.unexpected_keys)]
+        raise ArgumentError("pretrained", "the weight files don't fit the model: " + _some(unexpected))
+
+
+def _untied(model: PreTrainedModel, missing: set[str]) -> set[str]:
+    return missing - set(model.all_tied_weights_keys)
+
+
+def _some(problems: list[str], limit: int = 5) -> str:
+    rest = f" (and {len(problems) - limit} more)" if len(problems) > limit else ""
+    return "; ".join(problems[:limit]) + rest
+
+
+def _fetch(hub_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(
+            snapshot_download(hub_id, revision=revision, allow_patterns=["*.safetensors", "*.safetensors.index.json"])
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, ValueError) as error:
+        raise ArgumentError("pretrained", f"{hub_id!r} is no directory and can't be fetched: {error}") from error

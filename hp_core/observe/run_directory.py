@@ -1,0 +1,150 @@
+"""A run's directory: where it is, whether it may be used, and the files that say what ran."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from hp_core.checkpoint.layout import CHECKPOINTS, MANIFEST, Checkpoint, Search, named, search
+from hp_core.errors import InputError, Problem
+from hp_core.observe.trackers import METRICS_FILE
+
+RECIPE_FILE = "recipe.yaml"
+SAMPLES_FILE = "samples.jsonl"
+_RUN_FILES = (MANIFEST, METRICS_FILE, RECIPE_FILE, SAMPLES_FILE, CHECKPOINTS)
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Where a run writes, and the checkpoint it goes on from, if any.
+
+    `continues` is true when the run goes on in the directory of the checkpoint: it appends to what is there.
+    """
+
+    path: Path
+    checkpoint: Checkpoint | None = None
+    continues: bool = False
+    messages: tuple[str, ...] = ()
+
+
+def run_name(recipe: Path) -> str:
+    """What a recipe's runs are called: its file's name, or its folder's when the file is just `recipe.yaml`."""
+    return recipe.resolve().parent.name if recipe.stem == "recipe" else recipe.stem
+
+
+def choose(
+    *, recipe: Path, output_dir: str | None, resume: str | None, overwrite: bool, now: datetime
+) -> RunDirectory:
+    """Decide where the run writes and what it resumes from. Nothing is written.
+
+    Raises:
+        InputError: the directory already holds a run, or there is nothing to resume from at a path.
+    """
+    if resume is not None and overwrite:
+        raise InputError(Problem("a run that resumes appends; it can't overwrite", path="checkpoint.resume"))
+    fresh = Path(output_dir) if output_dir else _unused(Path("runs"), f"{run_name(recipe)}-{now:%Y%m%d-%H%M%S}")
+    if resume == "latest":
+        where = [fresh] if output_dir else _earlier_runs(recipe)
+        return _latest(fresh, where)
+    if resume is not None:
+        found = named(Path(resume))
+        assert found.newest is not None
+        home = found.newest.path.parent.parent
+        path = Path(output_dir) if output_dir else home
+        continues = path.resolve() == home.resolve()
+        if not continues:
+            _refuse_used(path, overwrite=False)
+        return RunDirectory(path, found.newest, continues, _resumed(found))
+    _refuse_used(fresh, overwrite)
+    return RunDirectory(fresh)
+
+
+def prepare(directory: RunDirectory, *, overwrite: bool) -> None:
+    """Make the directory, and clear an old run out of it when `overwrite` is given."""
+    if overwrite:
+        for name in _RUN_FILES:
+            path = directory.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(Problem(f"can't make {str(directory.path)!r}: {error.strerror}", path="output_dir")) from error
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` so that a reader sees the old file or the new one, never half of one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def versions() -> dict[str, str]:
+    """The versions that decide what a run computes."""
+    found = {"python": platform.python_version()}
+    for name in ("hyperparallel", "torch", "transformers", "tokenizers", "datasets", "numpy", "pluggy", "pydantic"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _latest(fresh: Path, where: list[Path]) -> RunDirectory:
+    passed: list[str] = []
+    for path in where:
+        found = search(path)
+        if found.newest is not None:
+            return RunDirectory(path, found.newest, True, (*passed, *_resumed(found)))
+        passed += [f"passed over {incomplete}: incomplete" for incomplete in found.passed_over]
+    nothing = "checkpoint.resume is latest and no complete checkpoint was found: starting at step 0"
+    continues = any(path.resolve() == fresh.resolve() and _holds_run(path) for path in where)
+    return RunDirectory(fresh, None, continues, (*passed, nothing))
+
+
+def _resumed(found: Search) -> tuple[str, ...]:
+    assert found.newest is not None
+    passed = tuple(f"passed over {path}: incomplete" for path in found.passed_over)
+    return (*passed, f"resuming from {found.newest.path} (step {found.newest.step})")
+
+
+def _earlier_runs(recipe: Path) -> list[Path]:
+    """Runs of this recipe under `runs/`, newest first: their names end with the date and time."""
+    return sorted((path for path in Path("runs").glob(f"{run_name(recipe)}-*") if _holds_run(path)), reverse=True)
+
+
+def _refuse_used(path: Path, overwrite: bool) -> None:
+    if path.exists() and not path.is_dir():
+        raise InputError(Problem(f"{str(path)!r} is a file", path="output_dir"))
+    if _holds_run(path) and not overwrite:
+        raise InputError(
+            Problem(
+                f"{str(path)!r} already holds a run",
+                path="output_dir",
+                hint="go on with --checkpoint.resume=latest, replace it with --overwrite, or name another directory",
+            )
+        )
+
+
+def _holds_run(path: Path) -> bool:
+    return any((path / name).exists() for name in _RUN_FILES)
+
+
+def _unused(parent: Path, name: str) -> Path:
+    def candidates() -> Iterator[Path]:
+        yield parent / name
+        number = 2
+        while True:
+            yield parent / f"{name}-{number}"
+            number += 1
+
+    return next(path for path in candidates() if not path.exists())

@@ -1,0 +1,76 @@
+"""FSDP2 and HSDP: sharding a model over the data axes so that gradients are sums, not averages."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hp_core.config.models import MixedPrecisionConfig
+from hp_core.errors import RunError
+from hp_core.model.units import blocks
+from hp_core.parallel.setup import DistributedSetup
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def shard_model(model: nn.Module, setup: DistributedSetup) -> None:
+    """Apply FSDP2 to each block and to the root, in place.
+
+    A single process without a compute dtype needs none of it and is left as it is. Gradients are summed over the
+    data ranks, not averaged: the engine divides every loss by the whole step's count itself, so uneven ranks stay
+    exact.
+    """
+    policy = mixed_precision_policy(setup.precision)
+    if setup.world_size == 1 and policy is None:
+        return
+    units = [module for _, module in blocks(model)]
+    for unit in [*units, model]:
+        fully_shard(
+            unit,
+            mesh=setup.mesh,
+            reshard_after_forward=setup.fsdp.reshard_after_forward and unit is not model,
+            mp_policy=policy or MixedPrecisionPolicy(),
+        )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # A divide factor of one is refused by gloo as a scaled sum unless a plain sum is asked for.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def mixed_precision_policy(precision: MixedPrecisionConfig) -> MixedPrecisionPolicy | None:
+    """FSDP2's policy for the recipe's dtypes, or None where everything stays in the master weights' dtype."""
+    if precision.param_dtype is None and precision.reduce_dtype is None:
+        return None
+    return MixedPrecisionPolicy(
+        param_dtype=_dtype(precision.param_dtype), reduce_dtype=_dtype(precision.reduce_dtype or "float32")
+    )
+
+
+def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Reduce gradients in the next backward pass or only add them up locally."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)
+        model.set_is_last_backward(enabled)
+
+
+def require_sharded(model: nn.Module, setup: DistributedSetup) -> None:
+    """Refuse a model whose gradients nobody would add up over the ranks.
+
+    Raises:
+        RunError: with several ranks, a trainable parameter is a plain tensor.
+    """
+    if setup.world_size == 1:
+        return
+    plain = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if plain:
+        raise RunError(
+            f"model: {len(plain)} trainable parameters are not sharded over the {setup.world_size} ranks "
+            f"({plain[0]} first); a model builder must call hp_core.parallel.fsdp.shard_model(model, distributed_setup)"
+        )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else DTYPES[name]

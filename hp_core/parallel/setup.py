@@ -1,0 +1,165 @@
+"""The one owner of the process group, the device and the meshes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hp_core.config.models import FsdpConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
+from hp_core.errors import InputError, Problem
+from hp_core.parallel.environment import ProcessEnvironment
+from hp_core.parallel.sizes import data_sizes
+
+
+@dataclass(frozen=True)
+class DistributedSetup:
+    """Process group, device and meshes of a run; nobody else makes any of them.
+
+    It also carries what a model builder needs to finish a model: `fsdp`, `precision` and the `seed` of the weights.
+
+    `mesh` has the axes `dp_replicate` and `dp_shard`. `host_group` reduces numbers that live on the host (token
+    counts, metrics) without waiting for the accelerator; it spans all ranks.
+    """
+
+    environment: ProcessEnvironment
+    device: torch.device
+    backend: str
+    mesh: DeviceMesh
+    host_group: dist.ProcessGroup
+    fsdp: FsdpConfig
+    precision: MixedPrecisionConfig
+    seed: int
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the world."""
+        return self.environment.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.environment.world_size
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's rank among the data ranks."""
+        return self.environment.rank
+
+    @property
+    def dp_size(self) -> int:
+        """The number of data ranks: processes that see different rows."""
+        return self.environment.world_size
+
+    def sum_on_host(self, values: list[int]) -> list[int]:
+        """Sum integers over all ranks exactly (int64), without touching the accelerator."""
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, group=self.host_group)
+        return [int(value) for value in tensor.tolist()]
+
+    def gather_on_host(self, values: list[float]) -> list[list[float]]:
+        """All ranks' rows of `values` (same length everywhere), by rank, in one collective."""
+        if self.world_size == 1:
+            return [list(values)]
+        row = torch.tensor(values, dtype=torch.float64)
+        rows = torch.empty(self.world_size * len(values), dtype=torch.float64)
+        dist.all_gather_into_tensor(rows, row, group=self.host_group)
+        return [list(map(float, chunk.tolist())) for chunk in rows.chunk(self.world_size)]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            dist.barrier(group=self.host_group)
+
+
+@contextmanager
+def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Iterator[DistributedSetup]:
+    """Start the process group and the meshes of a recipe, and take them down again.
+
+    Raises:
+        InputError: the sizes don't make the world, or the device or backend isn't there.
+    """
+    training = config.training
+    replicate, shard = data_sizes(config.fsdp_config, environment.world_size)
+    device = _device(environment, training)
+    backend = _backend(device, training)
+    limit = timedelta(seconds=config.launch.timeout)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        store=_store(environment, limit),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=limit,
+        device_id=device if backend == "nccl" else None,
+    )
+    try:
+        mesh = init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+        host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
+        assert host_group is not None
+        yield DistributedSetup(
+            environment=environment,
+            device=device,
+            backend=backend,
+            mesh=mesh,
+            host_group=host_group,
+            fsdp=config.fsdp_config,
+            precision=config.mixed_precision,
+            seed=training.seed,
+        )
+    finally:
+        # Never a collective here: when one rank fails, the others would wait for it.
+        dist.destroy_process_group()
+
+
+def _device(environment: ProcessEnvironment, training: TrainingConfig) -> torch.device:
+    kind = training.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError(Problem("no CUDA device is visible", path="training.device", hint="write device: cpu"))
+    if environment.local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"local rank {environment.local_rank} has no GPU: {torch.cuda.device_count()} are visible on this host; "
+            f"start at most {torch.cuda.device_count()} processes a host"
+        )
+    return torch.device("cuda", environment.local_rank)
+
+
+def _backend(device: torch.device, training: TrainingConfig) -> str:
+    backend = training.backend or ("nccl" if device.type == "cuda" else "gloo")
+    if backend == "nccl" and device.type == "cpu":
+        raise InputError(
+            Problem("nccl does not run on the CPU", path="training.backend", hint="write backend: gloo, or leave it out")
+        )
+    return backend
+
+
+def _store(environment: ProcessEnvironment, timeout: timedelta) -> dist.Store:
+    if environment.launcher == "none":
+        return dist.HashStore()
+    store = dist.TCPStore(
+        environment.master_addr,
+        environment.master_port,
+        environment.world_size,
+        is_master=environment.rank == 0 and not environment.store_is_hosted,
+        timeout=timeout,
+        # Several workers of one host may ask for the agent's store at once, and the agent is not a client of it.
+        multi_tenant=True,
+    )
+    # gloo finds the keys of a dead attempt and fails to connect unless each attempt has its own.
+    return dist.PrefixStore(f"attempt_{environment.attempt}", store)
+
+
+def default_threads(num_processes: int) -> int:
+    """Compute threads for each of `num_processes` on this host: the cores it may use, shared evenly."""
+    return max(1, len(os.sched_getaffinity(0)) // num_processes)

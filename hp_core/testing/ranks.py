@@ -1,0 +1,123 @@
+"""Several gloo ranks in well under a second: processes forked from a server that has imported torch already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.context
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hp_core.parallel.environment import ProcessEnvironment
+
+PRELOAD = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+
+
+class RankError(AssertionError):
+    """A rank failed; the message holds the traceback of the first that did."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Call `function(environment, *args)` in `world_size` processes and return what each returned, by rank.
+
+    Args:
+        function: importable by name (pickled); `environment` is its `ProcessEnvironment`, for
+            `hp_core.parallel.setup.distributed` or `hp_core.training.session.train`.
+        timeout: seconds after which every rank is killed.
+
+    Raises:
+        RankError: a rank raised, was killed or ran past the timeout.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    # The store lives here, so that no rank's end can take it from the others, and its port is never guessed.
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    ranks = [_start(context, function, rank, world_size, store.port, args) for rank in range(world_size)]
+    try:
+        return _collect([pipe for _, pipe in ranks], time.monotonic() + timeout)
+    finally:
+        for process, pipe in ranks:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+            pipe.close()
+
+
+def _start(
+    context: multiprocessing.context.ForkServerContext,
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    args: tuple[Any, ...],
+) -> tuple[multiprocessing.context.ForkServerProcess, Connection]:
+    receive, send = context.Pipe(duplex=False)
+    environment = ProcessEnvironment(
+        launcher="torchrun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        master_port=port,
+        store_is_hosted=True,
+    )
+    process = context.Process(target=_rank, args=(send, function, environment, args), daemon=False)
+    process.start()
+    send.close()
+    return process, receive
+
+
+def _rank(pipe: Connection, function: Callable[..., Any], environment: ProcessEnvironment, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        _send(pipe, ("returned", function(environment, *args)))
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        _send(pipe, ("raised", f"rank {environment.rank}: {text}"))
+        pipe.close()
+        # Leave at once: the others may be waiting in a collective for this rank.
+        os._exit(1)
+
+
+def _send(pipe: Connection, message: tuple[str, Any]) -> None:
+    # Plain pickling copies tensors; multiprocessing's own would share memory with a process that is about to end.
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        open_pipes = [pipe for index, pipe in enumerate(pipes) if index not in results]
+        ready = wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            missing = [index for index in range(len(pipes)) if index not in results]
+            raise RankError(f"ranks {missing} ran past the timeout")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = pipes.index(pipe)
+            try:
+                kind, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                raise RankError(f"rank {rank} ended without a word") from None
+            if kind == "raised":
+                raise RankError(value)
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]

@@ -1,0 +1,426 @@
+"""The base of every task trainer: explicit stages in a fixed order, and the only training loop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hp_core.checkpoint.store import load_checkpoint, optimizer_names, save_checkpoint
+from hp_core.config import TrainerConfig
+from hp_core.data.dataset import WithEmptyRow
+from hp_core.data.order import GlobalOrder, StepBatches, check_batch, evaluation_batches
+from hp_core.data.protocols import Datasets, MeshContext, RowDataset
+from hp_core.errors import InputError, Problem, RunError
+from hp_core.parallel.fsdp import require_sharded, set_gradient_sync
+from hp_core.parallel.setup import DistributedSetup
+from hp_core.training.accounting import MicroBatch, StepLoss, count_targets
+from hp_core.training.defaults import move
+from hp_core.training.evaluation import Evaluation, evaluate
+from hp_core.training.gradients import clip, norm_and_count
+from hp_core.training.loss import Reduction, reduction_of
+from hp_core.training.meter import Meter
+from hp_core.training.nonfinite import describe
+from hp_core.training.protocols import parts_of
+from hp_core.training.run import Report, Run
+from hp_core.training.schedule import restore_scheduler, scheduler_state, steps_left, total_steps
+from hp_core.training.state import RunState, seed_everything
+
+GetBatch = Callable[[Iterator[Any]], tuple[dict[str, Any], dict[str, Any]]]
+
+
+class BaseTrainer:
+    """Builds the parts of a run in a fixed order and trains.
+
+    A task trainer overrides the stages that its modality needs: `_build_model_assets`, `_build_data_transform`,
+    `_build_collate_fn` and `_build_get_batch`. The rest, the loop included, is shared.
+    """
+
+    run: Run
+    setup: DistributedSetup
+    model: nn.Module
+    loss_fn: nn.Module
+    reduction: Reduction
+    tokenizer: Any
+    transform: Any
+    collate_fn: Any
+    datasets: Datasets
+    order: GlobalOrder
+    batches: StepBatches
+    dataloader: Iterable[Any]
+    get_batch: GetBatch
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler
+    num_steps: int
+    last_step: int
+
+    def __init__(self, *, config: TrainerConfig) -> None:
+        self.config = config
+        self.tokenizer = None
+        self.transform = None
+
+    def fit(self, run: Run) -> Report:
+        """Build everything, restore if the run resumes, and train. Every rank calls it."""
+        self.run = run
+        self._setup()
+        self._build_model()
+        self._build_loss()
+        self._build_model_assets()
+        self._build_data_transform()
+        self._build_dataset()
+        self._build_collate_fn()
+        self._build_dataloader()
+        self._build_get_batch()
+        self._build_optimizer()
+        self._build_lr_scheduler()
+        self._restore()
+        return self.train()
+
+    # Stages, in build order.
+
+    def _setup(self) -> None:
+        """Take the processes and meshes of the run, and seed: dropout differs between data ranks."""
+        self.setup = self.run.setup
+        seed_everything(self.config.training.seed, self.setup.dp_rank)
+        checkpoint = self.run.directory.checkpoint
+        if checkpoint is not None:
+            self.run.state = RunState.from_dict(checkpoint.trainer_state()["state"])
+
+    def _build_model(self) -> None:
+        """Build the model; what the hook returns is final."""
+        self.model = self.run.plugins.hook.build_model(
+            config=self.config,
+            distributed_setup=self.setup,
+            peft_config=None,
+            activation_checkpoint=None,
+            activation_swap=None,
+            compile_config=None,
+        )
+        require_sharded(self.model, self.setup)
+        self.run.model = self.model
+
+    def _build_loss(self) -> None:
+        """Build the loss and show it the finished model."""
+        self.loss_fn = self.run.plugins.hook.build_loss(config=self.config)
+        if not isinstance(self.loss_fn, nn.Module):
+            raise InputError(Problem(f"built a {type(self.loss_fn).__name__}, not an nn.Module", path="loss_fn"))
+        self.loss_fn.to(self.setup.device)
+        try:
+            self.reduction = reduction_of(self.loss_fn)
+        except ValueError as error:
+            raise InputError(Problem(str(error), path="loss_fn")) from error
+        self.run.plugins.hook.bind_model(loss_fn=self.loss_fn, model=self.model, distributed_setup=self.setup)
+
+    def _build_model_assets(self) -> None:
+        """Build what turns raw data into model inputs: a tokenizer, a processor."""
+
+    def _build_data_transform(self) -> None:
+        """Build the transform of single samples, if the task has one."""
+
+    def _build_dataset(self) -> None:
+        """Build the data sets."""
+        self.datasets = self.run.plugins.hook.build_dataset(
+            config=self.config,
+            transform=self.transform,
+            tokenizer=self.tokenizer,
+            mesh_context=self.mesh_context(),
+            training_config=self.config.training,
+        )
+        training = self.config.training
+        check_batch(
+            len(self.datasets.train),
+            dp_size=self.setup.dp_size,
+            micro_batch_size=training.micro_batch_size,
+            global_batch_size=training.global_batch_size,
+        )
+        self._check_evaluation()
+
+    def _build_collate_fn(self) -> None:
+        """Build what turns a list of samples into a batch; the loader's own when the task has none."""
+        self.collate_fn = None
+
+    def _build_dataloader(self) -> None:
+        """Fix the global order and build the loader of this rank's share of it, from where the run stands."""
+        training = self.config.training
+        train, state = self.datasets.train, self.run.state
+        self.order = GlobalOrder(
+            len(train),
+            fingerprint=train.fingerprint,
+            seed=training.seed,
+            rows_per_step=training.global_batch_size,
+            limit=training.train_samples,
+        )
+        self.num_steps = state.step + steps_left(self.order, training, state.step, state.position)
+        self.last_step = min(self.num_steps, training.stop_after or self.num_steps)
+        self.batches = StepBatches(
+            self.order,
+            state.position,
+            max(0, self.last_step - state.step),
+            self.setup.dp_rank,
+            self.setup.dp_size,
+            training.micro_batch_size,
+        )
+        self.dataloader = self._loader(train, self.batches)
+
+    def _build_get_batch(self) -> None:
+        """Build the function that takes a batch off the loader and splits it into model and loss inputs."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement _build_get_batch")
+
+    def _build_optimizer(self) -> None:
+        """Build the optimizer; each trainable parameter must be in exactly one group."""
+        self.optimizer = self.run.plugins.hook.build_optimizer(config=self.config, model=self.model)
+        names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        seen = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        missing = [name for parameter, name in names.items() if parameter not in set(seen)]
+        if missing or len(seen) != len(set(seen)):
+            what = f"does not hold {missing[0]!r}" if missing else "holds a parameter twice"
+            raise InputError(
+                Problem(f"{what}; each trainable parameter belongs to exactly one group", path="optimizer")
+            )
+        self.run.optimizer = self.optimizer
+
+    def _build_lr_scheduler(self) -> None:
+        """Build the learning-rate schedule over the whole run."""
+        self.lr_scheduler = self.run.plugins.hook.build_lr_scheduler(
+            config=self.config, optimizer=self.optimizer, train_iters=total_steps(self.order, self.config.training)
+        )
+
+    def _restore(self) -> None:
+        """Load the checkpoint that the run goes on from."""
+        checkpoint = self.run.directory.checkpoint
+        if checkpoint is None:
+            return
+        state = checkpoint.trainer_state()
+        if state["data_fingerprint"] != self.datasets.train.fingerprint:
+            raise InputError(
+                f"{checkpoint.path}: the training data is not what the run was trained on, so its position in the "
+                "data means nothing; start a new run"
+            )
+        same_streams = load_checkpoint(
+            checkpoint,
+            model=self.model,
+            optimizers=parts_of(self.optimizer),
+            seed=self.config.training.seed,
+            setup=self.setup,
+        )
+        restore_scheduler(self.lr_scheduler, self.optimizer, state["lr_scheduler"])
+        if not same_streams:
+            self.run.console.say(
+                f"the checkpoint was written by {state['world_size']} ranks: random streams (dropout) start anew, "
+                "everything else goes on"
+            )
+
+    # The loop.
+
+    def train(self) -> Report:
+        """Take every step, evaluate and save where the recipe says, and finish."""
+        run, state = self.run, self.run.state
+        evaluation: Evaluation | None = None
+        if state.step >= self.last_step:
+            run.console.say(f"nothing to do: the run has taken {state.step} of {self.last_step} steps")
+            return Report(state.step, run.metrics, None)
+        self._meter = Meter()
+        run.plugins.hook.on_train_start(run=run)
+        iterator = iter(self.dataloader)
+        saved = -1
+        while state.step < self.last_step:
+            self.train_step(iterator)
+            run.plugins.hook.on_step_end(run=run, step=state.step)
+            every = self.config.checkpoint.save_every
+            if every and state.step % every == 0:
+                self._save()
+                saved = state.step
+            if self.config.evaluation.every and state.step % self.config.evaluation.every == 0:
+                evaluation = self._evaluate()
+        stopped_early = self.last_step < self.num_steps
+        if saved != state.step and (self.config.checkpoint.save_last or stopped_early):
+            self._save()
+        if not stopped_early:
+            evaluation = self._finish(evaluation)
+        report = Report(state.step, run.metrics, evaluation and evaluation.as_metrics(state.step))
+        run.plugins.hook.on_train_end(run=run, report=report)
+        return report
+
+    def train_step(self, iterator: Iterator[Any]) -> None:
+        """One optimizer step: read, count, forward and backward each micro-batch, clip, update, log."""
+        started = time.perf_counter()
+        state = self.run.state
+        num_micro_batches = self.batches.micro_batches(self.order.step_size(state.position))
+        micro_batches = [MicroBatch.of(*self.get_batch(iterator)) for _ in range(num_micro_batches)]
+        data_seconds = time.perf_counter() - started
+        totals = count_targets(micro_batches, self.setup)
+        if "labels" not in totals:
+            raise RunError("get_batch returned loss inputs without 'labels'; nothing can be counted")
+        step_loss = StepLoss(self.reduction, totals)
+        norm: float | None = None
+        skipped: str | None = None
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        state.step += 1
+        state.position = self.order.advance(state.position)
+        if any(totals.values()):
+            for index, micro_batch in enumerate(micro_batches):
+                set_gradient_sync(self.model, index == num_micro_batches - 1)
+                loss, outputs = self._loss_of(micro_batch)
+                step_loss.weigh(loss, outputs, micro_batch.targets).backward()
+                del loss, outputs
+            norm, skipped = self._update(micro_batches, step_loss)
+        else:
+            skipped = "no tokens"
+            state.skipped_no_tokens += 1
+        tokens = 0 if skipped else totals["labels"]
+        state.tokens += tokens
+        self._meter.add(tokens=tokens, seconds=time.perf_counter() - started, data_seconds=data_seconds)
+        if skipped or state.step % self.config.training.log_every == 0 or state.step == self.last_step:
+            self.run.metrics = self._meter.row(
+                state, step_loss, norm=norm, lr=lr, skipped=skipped, tokens=tokens, setup=self.setup
+            )
+            self._meter = Meter()
+            self.run.log(self.run.metrics)
+            self.run.console.row(self.run.metrics)
+
+    def preforward(self, micro_batch: MicroBatch) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Move a micro-batch to the device and let the loss and plugins prepare the model's inputs."""
+        model_inputs = move(micro_batch.model_inputs, self.setup.device)
+        loss_inputs = move(micro_batch.loss_inputs, self.setup.device)
+        prepared: dict[str, Any] = self.run.plugins.hook.prepare_model_inputs(
+            loss_fn=self.loss_fn, model_inputs=model_inputs, loss_inputs=loss_inputs
+        )
+        return prepared, loss_inputs
+
+    def forward(self, model_inputs: dict[str, Any]) -> Any:
+        """Call the model."""
+        return self.model(**model_inputs)
+
+    def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
+        """Call the loss: a scalar tensor or a dict of them."""
+        return self.loss_fn(model_output=outputs, labels=loss_inputs["labels"])
+
+    def _loss_of(self, micro_batch: MicroBatch) -> tuple[Any, Any]:
+        model_inputs, loss_inputs = self.preforward(micro_batch)
+        outputs = self.forward(model_inputs)
+        return self.postforward(outputs, loss_inputs), outputs
+
+    def _update(self, micro_batches: list[MicroBatch], step_loss: StepLoss) -> tuple[float, str | None]:
+        """Clip and move the weights, unless a number is not finite; all ranks decide alike."""
+        training, state = self.config.training, self.run.state
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        norm, num_nonfinite = norm_and_count(parameters, step_loss.num_nonfinite(self.setup.device), self.setup)
+        skipped: str | None = None
+        if num_nonfinite or not math.isfinite(norm):
+            self._on_nonfinite(micro_batches, step_loss)
+            skipped = "not finite"
+        else:
+            clip(parameters, norm, training.max_grad_norm)
+            self.optimizer.step()
+            self.lr_scheduler.step()
+            state.updates += 1
+            state.nonfinite_in_a_row = 0
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm, skipped
+
+    def _on_nonfinite(self, micro_batches: list[MicroBatch], step_loss: StepLoss) -> None:
+        training, state = self.config.training, self.run.state
+        text = describe(micro_batches, step_loss, self.model.named_parameters(), self.setup)
+        text = f"step {state.step}: not finite: {text}"
+        state.skipped_nonfinite += 1
+        state.nonfinite_in_a_row += 1
+        if training.nonfinite == "stop":
+            raise RunError(f"{text}; training.nonfinite: skip would leave such steps out")
+        if state.nonfinite_in_a_row > training.nonfinite_limit:
+            raise RunError(f"{text}; that is more than training.nonfinite_limit={training.nonfinite_limit} in a row")
+        self.run.console.say(f"{text}; the step is skipped")
+
+    # Around the loop.
+
+    def mesh_context(self) -> MeshContext:
+        """Where this process stands, for data sets and collators."""
+        setup = self.setup
+        return MeshContext(
+            rank=setup.rank,
+            world_size=setup.world_size,
+            dp_rank=setup.dp_rank,
+            dp_size=setup.dp_size,
+            local_rank=setup.environment.local_rank,
+        )
+
+    def _loader(self, dataset: RowDataset, batches: Any) -> Iterable[Any]:
+        loader: Iterable[Any] = self.run.plugins.hook.build_dataloader(
+            config=self.config,
+            dataset=WithEmptyRow(dataset),
+            collate_fn=self.collate_fn,
+            batch_sampler=batches,
+            batch_size=self.config.training.micro_batch_size,
+            dp_world_size=self.setup.dp_size,
+            max_seq_len=dataset.max_seq_len,
+            seed=self.config.training.seed,
+        )
+        return loader
+
+    def _check_evaluation(self) -> None:
+        evaluation = self.config.evaluation
+        asked = evaluation.every or ("at_end" in evaluation.model_fields_set and evaluation.at_end)
+        if asked and self.datasets.validation is None:
+            raise InputError(
+                Problem(
+                    "there is nothing to evaluate on: the dataset has no validation split",
+                    path="evaluation",
+                    hint="set dataset.validation_fraction, or leave evaluation out",
+                )
+            )
+
+    def _evaluate(self) -> Evaluation | None:
+        """Evaluate on the whole validation set and log it."""
+        validation = self.datasets.validation
+        if validation is None or len(validation) == 0:
+            return None
+        batches = evaluation_batches(
+            len(validation), self.setup.dp_rank, self.setup.dp_size, self.config.training.micro_batch_size
+        )
+        iterator = iter(self._loader(validation, batches))
+        result = evaluate(
+            self.model,
+            (MicroBatch.of(*self.get_batch(iterator)) for _ in batches),
+            lambda micro_batch: self._loss_of(micro_batch)[0],
+            self.reduction,
+            self.setup,
+        )
+        metrics = result.as_metrics(self.run.state.step)
+        self.run.log(metrics)
+        loss = "none" if result.loss is None else f"{result.loss:.4f}"
+        self.run.console.say(f"step {self.run.state.step}: eval loss {loss} over {result.tokens:,} tokens")
+        self.run.plugins.hook.on_evaluate(run=self.run, evaluation=metrics)
+        return result
+
+    def _finish(self, evaluation: Evaluation | None) -> Evaluation | None:
+        """What comes after the last step: the final evaluation, unless the last step was evaluated already."""
+        settings = self.config.evaluation
+        just_done = bool(settings.every) and self.run.state.step % settings.every == 0
+        return self._evaluate() if settings.at_end and not just_done else evaluation
+
+    def _save(self) -> None:
+        """Write a checkpoint of everything that resuming needs."""
+        run = self.run
+        optimizers = parts_of(self.optimizer)
+        path = save_checkpoint(
+            run.directory.path,
+            run.state.step,
+            model=self.model,
+            optimizers=optimizers,
+            trainer_state={
+                "state": run.state.as_dict(),
+                "world_size": self.setup.world_size,
+                "data_fingerprint": self.datasets.train.fingerprint,
+                "optimizers": optimizer_names(optimizers),
+                "lr_scheduler": scheduler_state(self.lr_scheduler),
+            },
+            manifest=run.manifest,
+            setup=self.setup,
+        )
+        run.console.say(f"step {run.state.step}: saved {path}")
+        run.plugins.hook.on_checkpoint(run=run, path=path)

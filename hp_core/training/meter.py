@@ -1,0 +1,69 @@
+"""Times and losses of the steps since the last logged one, turned into one row by one collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hp_core.parallel.setup import DistributedSetup
+from hp_core.training.accounting import StepLoss
+from hp_core.training.state import RunState
+
+
+class Meter:
+    """Collects what a logged row needs between two of them."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._seconds = 0.0
+        self._data_seconds = 0.0
+        self._steps = 0
+
+    def add(self, *, tokens: int, seconds: float, data_seconds: float) -> None:
+        """Count one step: its supervised tokens over all ranks, and this rank's times."""
+        self._tokens += tokens
+        self._seconds += seconds
+        self._data_seconds += data_seconds
+        self._steps += 1
+
+    def row(
+        self,
+        state: RunState,
+        step_loss: StepLoss,
+        *,
+        norm: float | None,
+        lr: float,
+        skipped: str | None,
+        tokens: int,
+        setup: DistributedSetup,
+    ) -> dict[str, Any]:
+        """The metrics of the step just taken, the same on every rank. The next window is a new meter's.
+
+        Losses are those of this step alone. Rates and times are means over the window, of the slowest rank.
+        A skipped step has no loss to tell: none was optimised.
+        """
+        names = sorted(step_loss.parts)
+        rows = setup.gather_on_host(
+            [*(float(step_loss.parts[name]) for name in names), self._seconds, self._data_seconds]
+        )
+        losses = {name: sum(row[index] for row in rows) for index, name in enumerate(names)}
+        seconds = max(row[-2] for row in rows)
+        data_seconds = max(row[-1] for row in rows)
+        metrics: dict[str, Any] = {
+            "step": state.step,
+            "loss": None if skipped else sum(losses.values()),
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens": tokens,
+            "total_tokens": state.tokens,
+            "tokens_per_second": self._tokens / seconds if seconds else None,
+            "step_time_s": seconds / self._steps,
+            "data_time_s": data_seconds / self._steps,
+            "epoch": state.position.epoch,
+            "samples": state.position.consumed,
+            "skipped_steps": state.skipped_steps,
+        }
+        if skipped:
+            metrics["skipped"] = skipped
+        elif names != ["loss"]:
+            metrics.update(losses)
+        return metrics

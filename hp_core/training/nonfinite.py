@@ -1,0 +1,69 @@
+"""Finding out, once it is known that a number is not finite, where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hp_core.parallel.setup import DistributedSetup
+from hp_core.training.accounting import MicroBatch, StepLoss
+from hp_core.training.gradients import local_part
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A loss that is not finite: its value, and the rank and rows it belongs to."""
+
+    rank: int
+    value: float
+    sample_ids: tuple[int, ...]
+
+    def __str__(self) -> str:
+        rows = ", ".join(map(str, self.sample_ids)) or "unknown"
+        return f"loss {self.value} on rank {self.rank} for samples {rows}"
+
+
+def describe(
+    micro_batches: Sequence[MicroBatch],
+    step_loss: StepLoss,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    setup: DistributedSetup,
+) -> str:
+    """Say which rank and samples made a loss not finite, or, when every loss is finite, which gradients are not.
+
+    Every rank calls it, and every rank gets the same text. This is the slow path: nothing here runs in a step
+    whose numbers are finite.
+    """
+    faults = [
+        Fault(setup.rank, float(loss), micro_batch.sample_ids)
+        for micro_batch, loss in zip(micro_batches, step_loss.per_micro_batch, strict=True)
+        if not torch.isfinite(loss)
+    ]
+    gradients = [
+        name for name, p in parameters if p.grad is not None and not bool(torch.isfinite(local_part(p.grad)).all())
+    ]
+    everywhere = _gather((faults, gradients), setup)
+    all_faults = [fault for faults, _ in everywhere for fault in faults]
+    if all_faults:
+        return "; ".join(str(fault) for fault in all_faults[:3]) + _more(len(all_faults) - 3)
+    names = sorted({name for _, names in everywhere for name in names})
+    if not names:
+        return "the norm of the gradients overflows; each of them is finite"
+    ids = sorted({i for micro_batch in micro_batches for i in micro_batch.sample_ids if i >= 0})
+    return f"the gradient of {names[0]}{_more(len(names) - 1)} (rank {setup.rank} saw samples {ids})"
+
+
+def _gather(value: tuple[list[Fault], list[str]], setup: DistributedSetup) -> list[tuple[list[Fault], list[str]]]:
+    if setup.world_size == 1:
+        return [value]
+    values: list[tuple[list[Fault], list[str]]] = [value] * setup.world_size
+    dist.all_gather_object(values, value, group=setup.host_group)
+    return values
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""

@@ -1,0 +1,185 @@
+"""One process's whole run: processes, plugins, directory, trackers, then the trainer."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hp_core.checkpoint.layout import MANIFEST
+from hp_core.config import Recipe, Target, TrainerConfig
+from hp_core.config.render import resolved_yaml
+from hp_core.errors import InputError
+from hp_core.observe.console import Console
+from hp_core.observe.run_directory import RECIPE_FILE, RunDirectory, choose, prepare, versions, write_json
+from hp_core.observe.trackers import JsonlTracker, Tracker
+from hp_core.parallel.environment import ProcessEnvironment
+from hp_core.parallel.setup import DistributedSetup, default_threads, distributed
+from hp_core.plugins import Plugins, load_plugins, provenance
+from hp_core.training.base import BaseTrainer
+from hp_core.training.defaults import DefaultHooks
+from hp_core.training.run import Report, Run, from_main, require_same_everywhere
+
+
+def train(
+    recipe: Recipe,
+    *,
+    environment: ProcessEnvironment,
+    extra_plugins: Sequence[str] = (),
+    overwrite: bool = False,
+    command: Sequence[str] = (),
+) -> Report:
+    """Train `recipe` in this process, which is one of `environment.world_size`.
+
+    Raises:
+        HpError: with the exit code and the text for the user.
+    """
+    config = recipe.config
+    plugins = load_plugins(
+        [*config.plugins, *extra_plugins],
+        origins={name: recipe.origin(f"plugins[{index}]") for index, name in enumerate(config.plugins)},
+        base_dir=Path(recipe.path).resolve().parent,
+        defaults=(DefaultHooks(),),
+    )
+    if config.training.enable_full_determinism:
+        _be_deterministic()
+    if "OMP_NUM_THREADS" not in os.environ and environment.launcher == "none":
+        torch.set_num_threads(default_threads(1))
+    with ExitStack() as stack:
+        setup = stack.enter_context(distributed(environment, config))
+        components = [target.component for target in _targets(config) if target.component is not None]
+        facts = provenance(plugins, components)
+        require_same_everywhere("plugins and their versions", facts, setup)
+        directory = _directory(recipe, setup, overwrite)
+        _check_plugins_of_checkpoint(directory, facts, config.checkpoint.allow_plugin_changes)
+        manifest = _manifest(recipe, setup, facts, command)
+        trackers = _trackers(recipe, directory, setup, manifest, overwrite)
+        for tracker in trackers:
+            stack.callback(tracker.close)
+        trainer: BaseTrainer = config.trainer.build(config=config)
+        console = Console(enabled=setup.environment.is_main)
+        run = Run(recipe, plugins, setup, directory, console, manifest, trackers)
+        for message in directory.messages:
+            console.say(message)
+        console.say(f"run directory: {directory.path}")
+        return _fit(trainer, run, plugins)
+
+
+def _fit(trainer: BaseTrainer, run: Run, plugins: Plugins) -> Report:
+    try:
+        return trainer.fit(run)
+    except Exception as error:
+        plugins.hook.on_exception(run=run, error=error)
+        raise
+
+
+def _be_deterministic() -> None:
+    # Read by cuBLAS when its first handle is made, which is after this.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def _targets(config: TrainerConfig) -> list[Target]:
+    single = [
+        config.trainer,
+        config.model,
+        config.loss_fn,
+        config.optimizer,
+        config.lr_scheduler,
+        config.dataset.source,
+        config.dataset.tokenizer,
+        config.dataloader.loader,
+        config.dataloader.collate_fn,
+    ]
+    return [target for target in (*single, *config.trackers) if target is not None]
+
+
+def _directory(recipe: Recipe, setup: DistributedSetup, overwrite: bool) -> RunDirectory:
+    config = recipe.config
+    chosen: RunDirectory | InputError
+    try:
+        chosen = choose(
+            recipe=Path(recipe.path),
+            output_dir=config.output_dir,
+            resume=config.checkpoint.resume,
+            overwrite=overwrite,
+            now=datetime.now(),
+        )
+    except InputError as error:
+        chosen = error
+    # The main rank decides for all: clocks differ, and the directory it makes must not be in the others' way.
+    chosen = from_main(chosen, setup)
+    if isinstance(chosen, InputError):
+        raise chosen
+    return chosen
+
+
+def _manifest(
+    recipe: Recipe, setup: DistributedSetup, facts: Mapping[str, Any], command: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(command),
+        "recipe": str(recipe.path),
+        "seed": recipe.config.training.seed,
+        "world": {
+            "size": setup.world_size,
+            "launcher": setup.environment.launcher,
+            "device": setup.device.type,
+            "backend": setup.backend,
+            "dp_replicate": setup.mesh["dp_replicate"].size(),
+            "dp_shard": setup.mesh["dp_shard"].size(),
+            "threads": torch.get_num_threads(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        },
+        "versions": versions(),
+        **facts,
+    }
+
+
+def _trackers(
+    recipe: Recipe, directory: RunDirectory, setup: DistributedSetup, manifest: dict[str, Any], overwrite: bool
+) -> list[Tracker]:
+    if not setup.environment.is_main:
+        return []
+    prepare(directory, overwrite=overwrite)
+    (directory.path / RECIPE_FILE).write_text(resolved_yaml(recipe), encoding="utf-8")
+    write_json(directory.path / MANIFEST, manifest)
+    resume_step = None
+    if directory.continues:
+        resume_step = directory.checkpoint.step if directory.checkpoint else 0
+    trackers: list[Tracker] = [JsonlTracker(directory.path, resume_step)]
+    targets: Sequence[Target] = recipe.config.trackers
+    trackers += [target.build(run_dir=directory.path, config=recipe.config) for target in targets]
+    return trackers
+
+
+def _check_plugins_of_checkpoint(directory: RunDirectory, facts: Mapping[str, Any], allowed: bool) -> None:
+    """Refuse to go on with other plugins than those the checkpoint was made with.
+
+    Raises:
+        InputError: names what differs.
+    """
+    if directory.checkpoint is None or allowed:
+        return
+    before, now = (_names(side) for side in (directory.checkpoint.manifest(), facts))
+    if before != now:
+        changes = [f"{one} is gone" for one in sorted(before - now)] + [f"{one} is new" for one in sorted(now - before)]
+        raise InputError(
+            f"{directory.checkpoint.path}: made with other plugins or components: {'; '.join(changes)}; "
+            "--checkpoint.allow_plugin_changes=true goes on all the same"
+        )
+
+
+def _names(facts: Mapping[str, Any]) -> set[str]:
+    found = {f"plugin {one['name']} ({one['distribution']} {one['version']})" for one in facts["plugins"]}
+    return found | {
+        f"{one['group']} {one['name']} ({one['distribution']} {one['version']})" for one in facts["components"]
+    }

@@ -1,0 +1,113 @@
+"""Which parameter gets which learning rate and weight decay; every trainable one exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+from transformers import PreTrainedModel
+
+from hp_core.errors import ArgumentError
+from hp_core.spelling import did_you_mean
+
+
+class ParameterGroup(BaseModel):
+    """Settings for the parameters whose names match."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    match: Annotated[str | list[str], Field(description="Glob over parameter names, or a list; `*` crosses dots.")]
+    lr: Annotated[float | None, Field(ge=0, description="Learning rate; default: the optimizer's.")] = None
+    weight_decay: Annotated[
+        float | None, Field(ge=0, description="Weight decay, also for norms, biases and embeddings.")
+    ] = None
+    frozen: Annotated[bool, Field(description="Leave these parameters as they are.")] = False
+
+    def patterns(self) -> list[str]:
+        """The globs."""
+        return [self.match] if isinstance(self.match, str) else list(self.match)
+
+
+def embeddings_and_head(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of input embeddings and of the output head, whatever the family calls them."""
+    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if isinstance(model, PreTrainedModel):
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        modules += [module for module in ends if module is not None]
+    return {parameter for module in modules for parameter in module.parameters()}
+
+
+def not_decayed(model: nn.Module) -> set[nn.Parameter]:
+    """Norms, biases and embeddings: vectors, whatever class holds them, and everything of an embedding or norm.
+
+    A head of its own is a matrix like any other and is decayed; one tied to the embedding is not.
+    """
+    exempt = {parameter for parameter in model.parameters() if parameter.ndim <= 1}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) or "Norm" in type(module).__name__:
+            exempt.update(module.parameters(recurse=False))
+    return exempt
+
+
+def parameter_groups(
+    model: nn.Module,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    lr: float,
+    weight_decay: float,
+    groups: Sequence[ParameterGroup],
+) -> list[dict[str, Any]]:
+    """torch parameter groups for the trainable ones of `parameters`, without empty groups.
+
+    Call `freeze` first: what is frozen is left out here.
+    """
+    exempt = not_decayed(model)
+    claims = _claims(model, groups)
+    buckets: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        rate, decay = lr, 0.0 if parameter in exempt else weight_decay
+        if name in claims:
+            group = groups[claims[name]]
+            rate = rate if group.lr is None else group.lr
+            decay = decay if group.weight_decay is None else group.weight_decay
+        buckets.setdefault((rate, decay), []).append(parameter)
+    return [{"params": bucket, "lr": rate, "weight_decay": decay} for (rate, decay), bucket in buckets.items()]
+
+
+def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+    """Check every pattern and take the gradients off the parameters of frozen groups.
+
+    Raises:
+        ArgumentError: a pattern matches nothing, two groups match one parameter, or nothing is left to train.
+    """
+    claims = _claims(model, groups)
+    for name, parameter in model.named_parameters():
+        if name in claims and groups[claims[name]].frozen:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ArgumentError("groups", "every parameter is frozen: nothing is left to train")
+
+
+def _claims(model: nn.Module, groups: Sequence[ParameterGroup]) -> dict[str, int]:
+    names = [name for name, _ in model.named_parameters()]
+    claims: dict[str, int] = {}
+    for index, group in enumerate(groups):
+        for pattern in group.patterns():
+            matched = [name for name in names if fnmatchcase(name, pattern)]
+            if not matched:
+                raise ArgumentError(
+                    f"groups[{index}].match", f"{pattern!r} matches no parameter", did_you_mean(pattern, names)
+                )
+            for name in matched:
+                if claims.setdefault(name, index) != index:
+                    raise ArgumentError(
+                        f"groups[{index}].match",
+                        f"{pattern!r} matches {name!r}, which groups[{claims[name]}] matches too",
+                        "a parameter belongs to one group",
+                    )
+    return claims

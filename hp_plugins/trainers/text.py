@@ -1,0 +1,81 @@
+"""Training causal language models on packed text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from hp_core.data.protocols import Tokenizer
+from hp_core.errors import InputError, Problem
+from hp_core.training.base import BaseTrainer
+from hp_core.training.evaluation import Evaluation
+from hp_plugins.collators.rows import rows
+from hp_plugins.trainers.sampling import write_samples
+
+# What the loader's batches hold beside the label tensors and whatever a dataset adds.
+_MODEL_FIELDS = ("input_ids", "position_ids")
+
+
+class TextTrainer(BaseTrainer):
+    """Next-token training: a tokenizer, packed rows, and samples of text at the end."""
+
+    def _build_model_assets(self) -> None:
+        tokenizer = self.config.dataset.tokenizer
+        self.tokenizer = tokenizer.build() if tokenizer is not None else None
+
+    def _build_dataset(self) -> None:
+        super()._build_dataset()
+        self.tokenizer = self.datasets.tokenizer or self.tokenizer
+        if isinstance(self.tokenizer, Tokenizer):
+            _check_vocabulary(self.model, self.tokenizer)
+        if self.config.evaluation.samples.prompts and not isinstance(self.tokenizer, Tokenizer):
+            raise InputError(Problem("sampling text needs dataset.tokenizer", path="evaluation.samples.prompts"))
+
+    def _build_collate_fn(self) -> None:
+        collate_fn = self.config.dataloader.collate_fn
+        if collate_fn is None:
+            self.collate_fn = rows()
+        else:
+            self.collate_fn = collate_fn.build(
+                tokenizer=self.tokenizer,
+                max_seq_len=self.datasets.train.max_seq_len,
+                mesh_context=self.mesh_context(),
+            )
+
+    def _build_get_batch(self) -> None:
+        self.get_batch = get_batch
+
+    def _finish(self, evaluation: Evaluation | None) -> Evaluation | None:
+        evaluation = super()._finish(evaluation)
+        settings = self.config.evaluation.samples
+        if settings.prompts:
+            write_samples(self.run, self.model, self.tokenizer, settings)
+        return evaluation
+
+
+def get_batch(iterator: Iterator[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The next batch as what the model and what the loss are called with.
+
+    Labels are shifted already, so the model gets them as `shift_labels` too: it must not shift them again. No
+    attention mask and no cache: transformers then isolates packed documents by their restarting positions.
+    """
+    batch = next(iterator)
+    loss_inputs = {name: value for name, value in batch.items() if name not in _MODEL_FIELDS}
+    model_inputs = {name: batch[name] for name in _MODEL_FIELDS}
+    labels = batch["labels"]
+    return {**model_inputs, "labels": labels, "shift_labels": labels, "use_cache": False}, loss_inputs
+
+
+def _check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:
+    embeddings = model.get_input_embeddings()
+    if tokenizer.vocab_size > embeddings.num_embeddings:
+        raise InputError(
+            Problem(
+                f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model's vocabulary only "
+                f"{embeddings.num_embeddings}",
+                path="model",
+                hint=f"set model.config.vocab_size to {tokenizer.vocab_size} or more",
+            )
+        )

@@ -1,0 +1,28 @@
+"""Settings for every test: no hub, no progress bars, and a cache of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout: examples, docs and README lie here."""
+    return ROOT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    if "HP_CACHE_DIR" not in os.environ:
+        os.environ["HP_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    yield
