@@ -34,8 +34,8 @@ def resolve_environment(node: Node, variables: Mapping[str, str]) -> Node:
     """Return the tree with every expression in a scalar replaced by what it stands for.
 
     A scalar that is one expression gets the value that the variable's text has in YAML: a number, a boolean, null,
-    text or a list of these. A quoted or `!!str` scalar, and one with more than the expression in it, stays text. What can't
-    be resolved becomes a node with a problem.
+    text or a list of these. A quoted or `!!str` scalar, and one with more than the expression in it, stays text.
+    What can't be resolved becomes a node with a problem.
     """
     if isinstance(node, MapNode):
         entries = {

@@ -37,7 +37,8 @@ def import_callable(path: str) -> Callable[..., Any]:
         raise InputError(Problem(f"{path!r} is not callable", hint="name a class or a function"))
     if _from_standard_library(found):
         raise InputError(_standard_library(path))
-    return found
+    function: Callable[..., Any] = found
+    return function
 
 
 def _attribute(owner: Any, owner_parts: list[str], part: str, path: str) -> Any:

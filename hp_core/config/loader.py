@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hp_core.components import Components
 from hp_core.config.environment import without_quotes
 from hp_core.config.models import TrainerConfig
-from hp_core.config.node import MapNode, ScalarNode, nearest_origin, put, walk
+from hp_core.config.node import MapNode, ScalarNode, find, nearest_origin, put, walk
 from hp_core.config.override import apply_overrides, parse_overrides
 from hp_core.config.path import Path, format_path, parse_path
 from hp_core.config.section import add_defaults, spell_out
@@ -85,11 +85,10 @@ def _validated(
     unresolved = list(_unresolved(tree))
     config, problems = validate(tree, components)
     unquoted = tree
-    for problem in problems:
-        node_path = parse_path(problem.path) if problem.path else ()
-        for path, node in walk(tree):
-            value = without_quotes(node, variables) if path == node_path and isinstance(node, ScalarNode) else None
-            unquoted = put(unquoted, path, value) if value is not None else unquoted
+    for path in [parse_path(problem.path) for problem in problems if problem.path]:
+        node = find(tree, path)
+        value = without_quotes(node, variables) if isinstance(node, ScalarNode) else None
+        unquoted = put(unquoted, path, value) if value is not None else unquoted
     if unquoted is not tree:
         config, problems = validate(unquoted, components)
     broken = {problem.path for problem in unresolved}
@@ -139,6 +138,5 @@ def _conceal(problem: Problem, hidden: Iterable[tuple[Path, str, str]]) -> Probl
     for path, value, expression in hidden:
         shared = min(len(path), len(steps))
         if path[:shared] == steps[:shared]:
-            message = problem.message.replace(value, expression) if expression not in problem.message else problem.message
-            problem = replace(problem, message=message)
+            problem = replace(problem, message=problem.message.replace(value, expression))
     return problem

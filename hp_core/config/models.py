@@ -53,7 +53,9 @@ class TrainingConfig(Section):
     )
     nonfinite_limit: int = Field(10, ge=1, description="Skipped steps in a row that end the run all the same.")
     stop_after: int | None = Field(
-        None, ge=1, description="End the run, with a checkpoint, after this step; the schedule stays that of the full run."
+        None,
+        ge=1,
+        description="End the run, with a checkpoint, after this step; the schedule stays that of the full run.",
     )
 
     LENGTHS: ClassVar[tuple[str, ...]] = ("train_iters", "train_samples", "train_epochs")
@@ -76,15 +78,20 @@ class FsdpConfig(Section):
     )
     dp_replicate_size: int = Field(1, ge=1, description="Copies of the model.")
     reshard_after_forward: bool = Field(
-        True, description="Free a layer's gathered parameters after its forward pass and gather them again for backward."
+        True,
+        description="Free a layer's gathered parameters after its forward pass and gather them again for backward.",
     )
 
 
 class MixedPrecisionConfig(Section):
     """The types to compute in. Master weights and optimizer states stay as the model was loaded."""
 
-    param_dtype: Dtype | None = Field(None, description="Type of parameters in forward and backward; null keeps theirs.")
-    reduce_dtype: Dtype | None = Field(None, description="Type in which gradients are summed over ranks; null keeps theirs.")
+    param_dtype: Dtype | None = Field(
+        None, description="Type of parameters in forward and backward; null keeps their own."
+    )
+    reduce_dtype: Dtype | None = Field(
+        None, description="Type in which gradients are summed over ranks; null keeps their own."
+    )
 
 
 class SamplesConfig(Section):

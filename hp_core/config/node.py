@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from hp_core.config.path import Path
 from hp_core.errors import Origin, Problem
 
-ScalarValue: TypeAlias = "None | bool | int | float | str"
+ScalarValue: TypeAlias = "bool | int | float | str | None"
 
 
 @dataclass(frozen=True)

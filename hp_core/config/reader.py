@@ -117,6 +117,7 @@ class _Reader:
         elif isinstance(event, SequenceStartEvent):
             node = self._sequence(event, path)
         else:
+            assert isinstance(event, MappingStartEvent)
             node = self._mapping(event, path)
         if event.anchor is not None:
             self.anchors[event.anchor] = node
@@ -126,9 +127,8 @@ class _Reader:
         self.end = event.end_mark.index
         if event.anchor in self.anchors:
             return self.anchors[event.anchor]
-        problem = Problem(
-            f"alias '*{event.anchor}' has no anchor '&{event.anchor}' before it", hint="quote a text that begins with '*'"
-        )
+        message = f"alias '*{event.anchor}' has no anchor '&{event.anchor}' before it"
+        problem = Problem(message, hint="quote a text that begins with '*'")
         return ScalarNode(None, self._origin(event), problem=problem)
 
     def _scalar(self, event: ScalarEvent, path: Path) -> ScalarNode:
@@ -136,7 +136,8 @@ class _Reader:
         plain = not event.style
         node = ScalarNode(event.value, origin, event.value, plain)
         if any("\ud800" <= character <= "\udfff" for character in event.value):
-            return replace(node, value=None, text="", problem=Problem("holds half of a surrogate pair, not a character"))
+            problem = Problem("holds half of a surrogate pair, not a character")
+            return replace(node, value=None, text="", problem=problem)
         tag = self._tag(event)
         if tag is None:
             return self._resolve(node) if plain else node
@@ -234,7 +235,8 @@ class _Reader:
         if isinstance(error, ReaderError):
             before = self.text[: error.position]
             origin = self.locate(before.count("\n") + 1, error.position - (before.rfind("\n") + 1) + 1)
-            return Problem(f"holds the character U+{ord(self.text[error.position]):04X}, which YAML forbids", origin=origin)
+            code = ord(self.text[error.position])
+            return Problem(f"holds the character U+{code:04X}, which YAML forbids", origin=origin)
         if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
             return Problem(f"is not YAML: {error}", origin=self.locate(1, 1))
         mark = error.problem_mark
@@ -252,7 +254,7 @@ def _explain(problem: str, line: str, context: StringMark | None) -> tuple[str, 
             return "a tab can't indent YAML", "use spaces"
         return f"an unquoted text can't begin with {character}", "quote it"
     if "${env:" in line and ("expected ',' or" in problem or "flow" in problem):
-        return problem, "inside [ ] and { } write the expression in quotes: \"${env:NAME}\""
+        return problem, 'inside [ ] and { } write the expression in quotes: "${env:NAME}"'
     if problem.startswith("mapping values are not allowed"):
         return "a second ': ' in one line", "quote a text that holds ': '"
     started = f" (it began on line {context.line + 1})" if context is not None else ""
@@ -260,4 +262,5 @@ def _explain(problem: str, line: str, context: StringMark | None) -> tuple[str, 
 
 
 def _tag_problem(tag: str) -> Problem:
-    return Problem(f"the tag '{tag.replace(_CORE_TAG, '!!')}' means nothing in a recipe", hint="quote a text that begins with '!'")
+    message = f"the tag '{tag.replace(_CORE_TAG, '!!')}' means nothing in a recipe"
+    return Problem(message, hint="quote a text that begins with '!'")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,7 +19,7 @@ from hp_core.config.signature import Parameter, Signature, SignatureError, argum
 from hp_core.config.target import Target
 from hp_core.config.wording import problems_of, unknown_key
 from hp_core.errors import InputError, Problem
-from hp_core.spelling import did_you_mean
+from hp_core.spelling import did_you_mean, nearest
 
 LOSSES = "hp.losses"
 
@@ -117,18 +117,21 @@ class _Resolver:
     def _arguments(self, given: MapNode, signature: Signature, spelling: str) -> dict[str, Any]:
         parameters = signature.recipe_parameters(self.section.runtime_arguments)
         known = dict(parameters)
+        meant: set[str | None] = set()  # what misspelt arguments probably are, which are then not missing as well
         for key in given.entries:
             if key in self.section.runtime_arguments:
                 self._report("is provided by the trainer", (key,), "remove it", key=True)
             elif key not in parameters and not signature.is_open:
+                meant.add(nearest(key, parameters))
                 accepted = f"accepted: {', '.join(sorted(parameters)) or 'none'}"
                 hint = f"{did_you_mean(key, parameters)} {accepted}".strip()
                 self._report(f"unknown argument of {spelling!r}", (key,), hint, key=True)
             elif key not in parameters:
                 known[key] = Parameter(key, Any, None)
         for name, parameter in parameters.items():
-            if parameter.is_required and name not in given.entries:
-                self._report(f"{spelling!r} needs the argument {name!r}", (), f"write '{name}: …' in this section", key=True)
+            if parameter.is_required and name not in given.entries and name not in meant:
+                hint = f"write '{name}: …' in this section"
+                self._report(f"{spelling!r} needs the argument {name!r}", (), hint, key=True)
         return self._checked(given.only(*known), known)
 
     def _checked(self, given: MapNode, parameters: dict[str, Parameter]) -> dict[str, Any]:
@@ -156,5 +159,3 @@ def _unknown(given: MapNode, parameters: dict[str, Parameter]) -> Iterator[tuple
     for key, entry in given.entries.items():
         for inner in unknown_keys(parameters[key].annotation, entry.node):
             yield key, inner
-
-

@@ -21,14 +21,12 @@ def fields_of(annotation: Any) -> dict[str, Any] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         if annotation.model_config.get("extra") == "allow":
             return None
-        return {
-            str(field.alias or name): field.annotation for name, field in annotation.model_fields.items()
-        }
+        return {str(field.alias or name): field.annotation for name, field in annotation.model_fields.items()}
     if is_typeddict(annotation) or (isinstance(annotation, type) and dataclasses.is_dataclass(annotation)):
         try:
             hints = typing.get_type_hints(annotation, include_extras=True)
         except Exception:
-            hints = {name: Any for name in getattr(annotation, "__annotations__", {})}
+            hints = dict.fromkeys(getattr(annotation, "__annotations__", {}), Any)
         if dataclasses.is_dataclass(annotation):
             return {field.name: hints.get(field.name, Any) for field in dataclasses.fields(annotation) if field.init}
         return hints

@@ -13,6 +13,8 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 from typing_extensions import NotRequired, TypedDict
 
+from hp_core.config.shape import members
+
 _STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 EMPTY = inspect.Signature.empty
 
@@ -86,7 +88,8 @@ def argument_adapter(parameters: Mapping[str, Parameter]) -> TypeAdapter[Any]:
 
 def _adapter(fields: Mapping[str, Any]) -> TypeAdapter[Any]:
     # A typed dict, unlike a model, allows any parameter name and tells given arguments from defaults.
-    arguments = TypedDict("arguments", fields)  # type: ignore[operator]
+    make: Any = TypedDict
+    arguments = make("arguments", dict(fields))
     arguments.__pydantic_config__ = _STRICT
     return TypeAdapter(arguments)
 
@@ -103,9 +106,9 @@ def _annotation(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> Any:
     annotation = hints.get(parameter.name, parameter.annotation)
     if annotation is EMPTY or isinstance(annotation, str):
         return Any
-    if parameter.default is None and annotation is not Any:
+    if parameter.default is None and not {Any, None, type(None)} & set(members(annotation)):
         # A default of None says that None is a value, whether or not the annotation does.
-        return typing.Optional[annotation]  # noqa: UP007, UP045 -- `|` refuses string annotations and some classes
+        return typing.Optional[annotation]  # noqa: UP045 -- `|` refuses string annotations and some classes
     return annotation
 
 

@@ -85,13 +85,18 @@ def _core_data(tree: MapNode) -> dict[str, Any]:
 
 
 def _cross_checks(tree: MapNode, error: ValidationError) -> Iterator[Problem]:
-    """Yield what pydantic doesn't check in a section that has other errors: its values together."""
-    wrong = {details["loc"][0] for details in error.errors() if details["loc"] and details["type"] != "cross_check"}
-    reported = {details["loc"][0] for details in error.errors() if details["loc"] and details["type"] == "cross_check"}
+    """Yield what pydantic doesn't check in a section that has other errors: its values together.
+
+    A section with an unknown key is left alone: the key may be a misspelling of what seems to be missing.
+    """
+    kinds: dict[Any, set[str]] = {}
+    for details in error.errors():
+        kinds.setdefault(details["loc"][0] if details["loc"] else None, set()).add(details["type"])
     for key, field in TrainerConfig.model_fields.items():
         node = tree.get(key)
         section = field.annotation
-        if key not in wrong - reported or not isinstance(node, MapNode):
+        found = kinds.get(key, {"cross_check"})
+        if found & {"cross_check", "extra_forbidden"} or not isinstance(node, MapNode):
             continue
         if isinstance(section, type) and issubclass(section, Section):
             message = section.cross_check(to_data(node))

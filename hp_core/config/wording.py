@@ -16,7 +16,7 @@ from hp_core.config.scalar import resolve_plain
 from hp_core.config.shape import known_keys
 from hp_core.config.value import quote
 from hp_core.errors import Problem
-from hp_core.spelling import did_you_mean
+from hp_core.spelling import did_you_mean, nearest
 
 # pydantic's error types for a value of the wrong kind, and the kind they want.
 _EXPECTED = {
@@ -89,7 +89,7 @@ def problems_of(
     """
     findings = [_finding(details, node) for details in error.errors(include_url=False, include_input=False)]
     problems: list[Problem] = []
-    for group in _by_union(findings):
+    for group in _by_union(_without_misspelt(findings, annotation)):
         for chosen in _choose(group, node):
             problems.append(_problem(chosen, node, path, annotation, elsewhere or {}))
     return problems
@@ -124,6 +124,16 @@ def _finding(details: Any, node: Node) -> _Finding:
             union, alternative = tuple(path), str(step)
     context = details.get("ctx", {})
     return _Finding(kind, tuple(path), last, context, str(details["msg"]), union, alternative)
+
+
+def _without_misspelt(findings: list[_Finding], annotation: Any) -> list[_Finding]:
+    """Return the findings without those of a missing key that is there, misspelt."""
+    meant = {
+        (one.path, nearest(str(one.last), known_keys(annotation, one.path)))
+        for one in findings
+        if one.kind in _UNKNOWN_TYPES
+    }
+    return [one for one in findings if one.kind not in _MISSING_TYPES or (one.path, one.last) not in meant]
 
 
 def _by_union(findings: Iterable[_Finding]) -> list[list[_Finding]]:
@@ -229,5 +239,3 @@ def _is_number(text: str) -> bool:
         return isinstance(resolve_plain(text), (bool, int, float))
     except ValueError:
         return False
-
-

@@ -1,0 +1,154 @@
+"""The recipe reference, docs/recipe.md, from the models and the components that ship with this package.
+
+`python -m hp_core.config.reference` prints it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+
+from hp_core.components import Component, Components, group
+from hp_core.config.json_schema import Schema, SchemaGenerator, component_schema
+from hp_core.config.models import RESERVED_KEYS, Section, TrainerConfig
+from hp_core.config.section import SECTIONS, ComponentSection
+from hp_core.entry_points import canonical, describe
+
+DISTRIBUTION = "hyperparallel"
+_INTRODUCTION = """\
+# The recipe
+
+This page is generated from the code by `python -m hp_core.config.reference`; a test compares the two.
+
+A recipe is one YAML 1.2 file. Every key not listed here is an error, except root keys that begin with `x-`, which are
+ignored and can hold anchors.
+
+- Numbers: `1e-5` and `1_000` are numbers, `010` is ten. `yes`, `no`, `on`, `off`, dates and `12:30` are text.
+- `base: other.yaml` starts from another recipe.
+- `${env:NAME}` and `${env:NAME,default}` read the environment. An expression that is the whole value is typed as if its
+  value were written there; `!!str ${env:NAME}` takes it as text. The values are never printed.
+- `--training.seed=1` on the command line writes a value over the file's, typed as if it were written there, and
+  `--trackers[0].name=x` reaches into a list. The order of overrides doesn't matter.
+- A section that names a component takes `name: NAME` (an installed one; `package:NAME` where two packages offer it) or
+  `_target_: package.module.attribute`, and its arguments beside it. `section: NAME` is short for
+  `section: {name: NAME}`. A `_target_` names code: trust a recipe as you trust a program.
+"""
+
+
+def reference(components: Components) -> str:
+    """Return the reference in Markdown; `components` are filtered to those of this distribution."""
+    own = [one for one in components.all() if canonical(one.distribution) == DISTRIBUTION]
+    lines = [_INTRODUCTION, "## Root keys", ""]
+    roots = {section.path[0] for section in SECTIONS if len(section.path) == 1}
+    schema = TrainerConfig.model_json_schema(schema_generator=SchemaGenerator)
+    definitions = schema["$defs"]
+    scalars = {key: value for key, value in schema["properties"].items() if key not in roots and not _section(key)}
+    lines += _table(scalars, [], definitions)
+    lines += [
+        "",
+        f"Reserved for later versions, and refused until then: {', '.join(f'`{key}`' for key in RESERVED_KEYS)}.",
+    ]
+    for key, field in TrainerConfig.model_fields.items():
+        if key in roots:
+            lines += _component_sections(key, field.description or "", own)
+        elif section := _section(key):
+            lines += ["", f"## `{key}`", "", inspect.getdoc(section) or "", ""]
+            lines += _section_tables(section, definitions, key)
+    return "\n".join(lines) + "\n"
+
+
+def _section(key: str) -> type[Section] | None:
+    annotation = TrainerConfig.model_fields[key].annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def _section_tables(section: type[Section], definitions: Mapping[str, Schema], path: str) -> Iterator[str]:
+    schema = definitions[section.__name__]
+    inner = {
+        key: field.annotation
+        for key, field in section.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    }
+    plain = {key: value for key, value in schema["properties"].items() if key not in inner}
+    yield from _table(plain, schema.get("required", []), definitions)
+    for key, below in inner.items():
+        yield from ("", f"### `{path}.{key}`", "", inspect.getdoc(below) or "", "")
+        yield from _section_tables(below, definitions, f"{path}.{key}")
+
+
+def _component_sections(key: str, description: str, own: list[Component]) -> Iterator[str]:
+    for section in SECTIONS:
+        if section.path[0] != key:
+            continue
+        path = ".".join(section.path)
+        yield from ("", f"## `{path}`", "")
+        if section.path == (key,):
+            yield from (description + (f" Default: `{section.default}`." if section.default else ""), "")
+        yield f"Entry-point group `{section.group}`.{' A list.' if section.is_list else ''}"
+        runtime = group(section.group).runtime_arguments
+        if runtime:
+            yield f"The trainer provides {', '.join(f'`{name}`' for name in runtime)}."
+        for component in own:
+            if component.group == section.group:
+                yield from _component(section, component)
+
+
+def _component(section: ComponentSection, component: Component) -> Iterator[str]:
+    yield from ("", f"### `{'.'.join(section.path)}`: `{component.name}`", "")
+    try:
+        schema = component_schema(section, component)
+        summary = inspect.getdoc(component.load()) or ""
+    except Exception as error:
+        yield f"Can't be imported: {describe(getattr(error, 'cause', error))}"
+        return
+    if summary:
+        yield from (" ".join(summary.split("\n\n")[0].split()), "")
+    if schema["properties"]:
+        yield from _table(schema["properties"], schema["required"], schema.get("$defs", {}))
+    else:
+        yield "No arguments."
+
+
+def _table(properties: Mapping[str, Schema], required: list[str], definitions: Mapping[str, Schema]) -> Iterator[str]:
+    yield from ("| key | value | default | meaning |", "|---|---|---|---|")
+    for key, schema in properties.items():
+        default = "required" if key in required else _default(schema)
+        cells = (f"`{key}`", kind(schema, definitions), default, _description(schema))
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _description(schema: Schema) -> str:
+    alternatives = [one.get("description", "") for one in schema.get("anyOf", [])]
+    return str(next((text for text in (schema.get("description", ""), *alternatives) if text), ""))
+
+
+def _default(schema: Schema) -> str:
+    return f"`{json.dumps(schema['default'], ensure_ascii=False)}`" if "default" in schema else ""
+
+
+_KINDS = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text", "null": "null"}
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def kind(schema: Schema, definitions: Mapping[str, Schema]) -> str:
+    """Return what a JSON Schema allows, in words."""
+    if "$ref" in schema:
+        return kind(definitions.get(schema["$ref"].rpartition("/")[2], {}), definitions)
+    if "enum" in schema or "const" in schema:
+        return " or ".join(f"`{json.dumps(one).strip(chr(34))}`" for one in schema.get("enum", [schema.get("const")]))
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(kind(one, definitions) for one in schema["anyOf"]))
+    if schema.get("type") == "array":
+        if "prefixItems" in schema:
+            return f"[{', '.join(kind(one, definitions) for one in schema['prefixItems'])}]"
+        return f"list of {kind(schema.get('items', {}), definitions)}"
+    if schema.get("type") == "object":
+        keys = schema.get("properties")
+        return f"mapping of {', '.join(f'`{key}`' for key in keys)}" if keys else "mapping"
+    bounds = " and ".join(f"{sign} {schema[key]:g}" for key, sign in _BOUNDS.items() if key in schema)
+    return f"{_KINDS.get(schema.get('type', ''), 'anything')}{f' {bounds}' if bounds else ''}"
+
+
+if __name__ == "__main__":
+    print(reference(Components.discover()), end="")
