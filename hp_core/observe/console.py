@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -13,39 +13,35 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 
 class Console:
-    """Talks to the user on the main rank; silent on the others. Use it as a context manager."""
+    """Talks to the user on the main rank; silent on the others."""
 
-    def __init__(self, *, enabled: bool, num_steps: int = 0, first_step: int = 0) -> None:
+    def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
-        self._num_steps = num_steps
-        self._first_step = first_step
-        self._started = time.monotonic()
         self._console = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        self._first_step = 0
+        self._num_steps = 0
+        self._started = 0.0
 
-    def __enter__(self) -> Console:
-        if self._enabled and self._console.is_terminal and self._num_steps:
-            self._progress = Progress(
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TimeElapsedColumn(),
-                TextColumn("ETA {task.fields[eta]}"),
-                console=self._console,
-            )
-            self._task = self._progress.add_task(
-                "", total=self._num_steps, completed=self._first_step, numbers="", eta="-"
-            )
-            self._progress.start()
-        self._started = time.monotonic()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+    @contextmanager
+    def training(self, *, first_step: int, num_steps: int) -> Iterator[None]:
+        """Show the progress from `first_step` to `num_steps` while steps are taken."""
+        self._first_step, self._num_steps, self._started = first_step, num_steps, time.monotonic()
+        if not (self._enabled and self._console.is_terminal):
+            yield
+            return
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA {task.fields[eta]}"),
+        )
+        with Progress(*columns, console=self._console) as self._progress:
+            self._task = self._progress.add_task("", total=num_steps, completed=first_step, numbers="", eta="-")
+            yield
+        self._progress = None
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""

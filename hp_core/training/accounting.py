@@ -126,3 +126,14 @@ def zero_of(model_output: Any) -> torch.Tensor:
             # Multiplied before it is summed: the gradient is zero even where the value is not finite.
             return (value * 0.0).sum()
     raise RunError("the model returned no tensor with a gradient; is every parameter frozen?")
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Tensors of a (nested) batch on `device`; everything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {name: on_device(item, device) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(on_device(item, device) for item in value)
+    return value

@@ -12,24 +12,23 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hp_core.checkpoint.store import load_checkpoint, optimizer_names, save_checkpoint
 from hp_core.config import TrainerConfig
-from hp_core.data.dataset import WithEmptyRow
+from hp_core.data.rows import WithEmptyRow
 from hp_core.data.order import GlobalOrder, StepBatches, check_batch, evaluation_batches
 from hp_core.data.protocols import Datasets, MeshContext, RowDataset
 from hp_core.errors import InputError, Problem, RunError
 from hp_core.parallel.fsdp import require_sharded, set_gradient_sync
 from hp_core.parallel.setup import DistributedSetup
-from hp_core.training.accounting import MicroBatch, StepLoss, count_targets
-from hp_core.training.defaults import move
+from hp_core.training.accounting import MicroBatch, StepLoss, count_targets, on_device
+from hp_core.training.built import as_datasets, as_lr_scheduler, as_module, as_optimizer
 from hp_core.training.evaluation import Evaluation, evaluate
 from hp_core.training.gradients import clip, norm_and_count
 from hp_core.training.loss import Reduction, reduction_of
 from hp_core.training.meter import Meter
 from hp_core.training.nonfinite import describe
-from hp_core.training.protocols import parts_of
+from hp_core.training.persistence import restore, save
 from hp_core.training.run import Report, Run
-from hp_core.training.schedule import restore_scheduler, scheduler_state, steps_left, total_steps
+from hp_core.training.schedule import steps_left, total_steps
 from hp_core.training.state import RunState, seed_everything
 
 GetBatch = Callable[[Iterator[Any]], tuple[dict[str, Any], dict[str, Any]]]
@@ -94,7 +93,7 @@ class BaseTrainer:
 
     def _build_model(self) -> None:
         """Build the model; what the hook returns is final."""
-        self.model = self.run.plugins.hook.build_model(
+        built = self.run.plugins.hook.build_model(
             config=self.config,
             distributed_setup=self.setup,
             peft_config=None,
@@ -102,15 +101,13 @@ class BaseTrainer:
             activation_swap=None,
             compile_config=None,
         )
+        self.model = as_module(built, "model")
         require_sharded(self.model, self.setup)
         self.run.model = self.model
 
     def _build_loss(self) -> None:
         """Build the loss and show it the finished model."""
-        self.loss_fn = self.run.plugins.hook.build_loss(config=self.config)
-        if not isinstance(self.loss_fn, nn.Module):
-            raise InputError(Problem(f"built a {type(self.loss_fn).__name__}, not an nn.Module", path="loss_fn"))
-        self.loss_fn.to(self.setup.device)
+        self.loss_fn = as_module(self.run.plugins.hook.build_loss(config=self.config), "loss_fn").to(self.setup.device)
         try:
             self.reduction = reduction_of(self.loss_fn)
         except ValueError as error:
@@ -125,13 +122,14 @@ class BaseTrainer:
 
     def _build_dataset(self) -> None:
         """Build the data sets."""
-        self.datasets = self.run.plugins.hook.build_dataset(
+        built = self.run.plugins.hook.build_dataset(
             config=self.config,
             transform=self.transform,
             tokenizer=self.tokenizer,
             mesh_context=self.mesh_context(),
             training_config=self.config.training,
         )
+        self.datasets = as_datasets(built)
         training = self.config.training
         check_batch(
             len(self.datasets.train),
@@ -174,7 +172,8 @@ class BaseTrainer:
 
     def _build_optimizer(self) -> None:
         """Build the optimizer; each trainable parameter must be in exactly one group."""
-        self.optimizer = self.run.plugins.hook.build_optimizer(config=self.config, model=self.model)
+        built = self.run.plugins.hook.build_optimizer(config=self.config, model=self.model)
+        self.optimizer = as_optimizer(built)
         names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         seen = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         missing = [name for parameter, name in names.items() if parameter not in set(seen)]
@@ -187,33 +186,17 @@ class BaseTrainer:
 
     def _build_lr_scheduler(self) -> None:
         """Build the learning-rate schedule over the whole run."""
-        self.lr_scheduler = self.run.plugins.hook.build_lr_scheduler(
+        built = self.run.plugins.hook.build_lr_scheduler(
             config=self.config, optimizer=self.optimizer, train_iters=total_steps(self.order, self.config.training)
         )
+        self.lr_scheduler = as_lr_scheduler(built)
 
     def _restore(self) -> None:
         """Load the checkpoint that the run goes on from."""
         checkpoint = self.run.directory.checkpoint
-        if checkpoint is None:
-            return
-        state = checkpoint.trainer_state()
-        if state["data_fingerprint"] != self.datasets.train.fingerprint:
-            raise InputError(
-                f"{checkpoint.path}: the training data is not what the run was trained on, so its position in the "
-                "data means nothing; start a new run"
-            )
-        same_streams = load_checkpoint(
-            checkpoint,
-            model=self.model,
-            optimizers=parts_of(self.optimizer),
-            seed=self.config.training.seed,
-            setup=self.setup,
-        )
-        restore_scheduler(self.lr_scheduler, self.optimizer, state["lr_scheduler"])
-        if not same_streams:
-            self.run.console.say(
-                f"the checkpoint was written by {state['world_size']} ranks: random streams (dropout) start anew, "
-                "everything else goes on"
+        if checkpoint is not None:
+            restore(
+                self.run, checkpoint, self.model, self.optimizer, self.lr_scheduler, self.datasets.train.fingerprint
             )
 
     # The loop.
@@ -221,31 +204,39 @@ class BaseTrainer:
     def train(self) -> Report:
         """Take every step, evaluate and save where the recipe says, and finish."""
         run, state = self.run, self.run.state
-        evaluation: Evaluation | None = None
         if state.step >= self.last_step:
             run.console.say(f"nothing to do: the run has taken {state.step} of {self.last_step} steps")
             return Report(state.step, run.metrics, None)
-        self._meter = Meter()
         run.plugins.hook.on_train_start(run=run)
-        iterator = iter(self.dataloader)
-        saved = -1
-        while state.step < self.last_step:
-            self.train_step(iterator)
-            run.plugins.hook.on_step_end(run=run, step=state.step)
-            every = self.config.checkpoint.save_every
-            if every and state.step % every == 0:
+        with run.console.training(first_step=state.step, num_steps=self.num_steps):
+            evaluation = self._take_steps()
+            stopped_early = self.last_step < self.num_steps
+            if self._save_is_due(at_end=True, stopped_early=stopped_early):
                 self._save()
-                saved = state.step
-            if self.config.evaluation.every and state.step % self.config.evaluation.every == 0:
-                evaluation = self._evaluate()
-        stopped_early = self.last_step < self.num_steps
-        if saved != state.step and (self.config.checkpoint.save_last or stopped_early):
-            self._save()
-        if not stopped_early:
-            evaluation = self._finish(evaluation)
+            if not stopped_early:
+                evaluation = self._finish(evaluation)
         report = Report(state.step, run.metrics, evaluation and evaluation.as_metrics(state.step))
         run.plugins.hook.on_train_end(run=run, report=report)
         return report
+
+    def _take_steps(self) -> Evaluation | None:
+        run, state = self.run, self.run.state
+        evaluation: Evaluation | None = None
+        self._meter = Meter()
+        iterator = iter(self.dataloader)
+        while state.step < self.last_step:
+            self.train_step(iterator)
+            run.plugins.hook.on_step_end(run=run, step=state.step)
+            if self._save_is_due():
+                self._save()
+            if self.config.evaluation.every and state.step % self.config.evaluation.every == 0:
+                evaluation = self._evaluate()
+        return evaluation
+
+    def _save_is_due(self, *, at_end: bool = False, stopped_early: bool = False) -> bool:
+        settings = self.config.checkpoint
+        on_schedule = bool(settings.save_every) and self.run.state.step % settings.save_every == 0
+        return not on_schedule and (settings.save_last or stopped_early) if at_end else on_schedule
 
     def train_step(self, iterator: Iterator[Any]) -> None:
         """One optimizer step: read, count, forward and backward each micro-batch, clip, update, log."""
@@ -286,8 +277,8 @@ class BaseTrainer:
 
     def preforward(self, micro_batch: MicroBatch) -> tuple[dict[str, Any], dict[str, Any]]:
         """Move a micro-batch to the device and let the loss and plugins prepare the model's inputs."""
-        model_inputs = move(micro_batch.model_inputs, self.setup.device)
-        loss_inputs = move(micro_batch.loss_inputs, self.setup.device)
+        model_inputs = on_device(micro_batch.model_inputs, self.setup.device)
+        loss_inputs = on_device(micro_batch.loss_inputs, self.setup.device)
         prepared: dict[str, Any] = self.run.plugins.hook.prepare_model_inputs(
             loss_fn=self.loss_fn, model_inputs=model_inputs, loss_inputs=loss_inputs
         )
@@ -405,22 +396,5 @@ class BaseTrainer:
 
     def _save(self) -> None:
         """Write a checkpoint of everything that resuming needs."""
-        run = self.run
-        optimizers = parts_of(self.optimizer)
-        path = save_checkpoint(
-            run.directory.path,
-            run.state.step,
-            model=self.model,
-            optimizers=optimizers,
-            trainer_state={
-                "state": run.state.as_dict(),
-                "world_size": self.setup.world_size,
-                "data_fingerprint": self.datasets.train.fingerprint,
-                "optimizers": optimizer_names(optimizers),
-                "lr_scheduler": scheduler_state(self.lr_scheduler),
-            },
-            manifest=run.manifest,
-            setup=self.setup,
-        )
-        run.console.say(f"step {run.state.step}: saved {path}")
-        run.plugins.hook.on_checkpoint(run=run, path=path)
+        path = save(self.run, self.model, self.optimizer, self.lr_scheduler, self.datasets.train.fingerprint)
+        self.run.plugins.hook.on_checkpoint(run=self.run, path=path)

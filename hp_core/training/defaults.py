@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR
 
 from hp_core.config import TrainerConfig
-from hp_core.data.protocols import Datasets
-from hp_core.errors import InputError, Problem
 from hp_core.hookspecs import hookimpl
 from hp_core.training.loss import BindsModel, ModelOutputLoss, PreparesModelInputs
-from hp_core.training.protocols import OffersLRScheduler, OffersOptimizer
 
 
 class DefaultHooks:
@@ -29,23 +25,22 @@ class DefaultHooks:
         activation_checkpoint: Any,
         activation_swap: Any,
         compile_config: Any,
-    ) -> nn.Module:
+    ) -> Any:
         """Build the recipe's `model`."""
-        model = config.model.build(
+        return config.model.build(
             distributed_setup=distributed_setup,
             peft_config=peft_config,
             activation_checkpoint=activation_checkpoint,
             activation_swap=activation_swap,
             compile_config=compile_config,
         )
-        return _require(model, nn.Module, "model")
 
     @hookimpl(trylast=True)
-    def build_loss(self, config: TrainerConfig) -> nn.Module:
+    def build_loss(self, config: TrainerConfig) -> Any:
         """Build the recipe's `loss_fn`, or take the loss the model computes."""
         if config.loss_fn is None:
             return ModelOutputLoss()
-        return _require(config.loss_fn.build(), nn.Module, "loss_fn")
+        return config.loss_fn.build()
 
     @hookimpl(trylast=True)
     def bind_model(self, loss_fn: nn.Module, model: nn.Module, distributed_setup: Any) -> None:
@@ -63,38 +58,27 @@ class DefaultHooks:
         return model_inputs
 
     @hookimpl(trylast=True)
-    def build_optimizer(self, config: TrainerConfig, model: nn.Module) -> Optimizer:
+    def build_optimizer(self, config: TrainerConfig, model: nn.Module) -> Any:
         """Build the recipe's `optimizer`."""
-        built = config.optimizer.build(model=model)
-        if not isinstance(built, Optimizer) and isinstance(built, OffersOptimizer):
-            built = built.get_optimizer()
-        return _require(built, Optimizer, "optimizer")
+        return config.optimizer.build(model=model)
 
     @hookimpl(trylast=True)
     def build_lr_scheduler(
         self, config: TrainerConfig, optimizer: Optimizer, train_iters: int
-    ) -> LRScheduler | ReduceLROnPlateau:
+    ) -> Any:
         """Build the recipe's `lr_scheduler`, or keep the learning rate constant."""
         if config.lr_scheduler is None:
             return LambdaLR(optimizer, lambda _: 1.0)
-        built = config.lr_scheduler.build(optimizer=optimizer, train_iters=train_iters)
-        if not isinstance(built, LRScheduler) and isinstance(built, OffersLRScheduler):
-            built = built.get_lr_scheduler()
-        return _require(built, LRScheduler, "lr_scheduler")
+        return config.lr_scheduler.build(optimizer=optimizer, train_iters=train_iters)
 
     @hookimpl(trylast=True)
     def build_dataset(
         self, config: TrainerConfig, transform: Any, tokenizer: Any, mesh_context: Any, training_config: Any
-    ) -> Datasets:
-        """Build the recipe's `dataset`: one data set, or a (train, validation, test) triple, or `Datasets`."""
-        built = config.dataset.source.build(
+    ) -> Any:
+        """Build the recipe's `dataset`."""
+        return config.dataset.source.build(
             transform=transform, tokenizer=tokenizer, mesh_context=mesh_context, training_config=training_config
         )
-        if isinstance(built, Datasets):
-            return built
-        if isinstance(built, tuple):
-            return Datasets(*built)
-        return Datasets(built)
 
     @hookimpl(trylast=True)
     def build_dataloader(
@@ -118,22 +102,3 @@ class DefaultHooks:
             max_seq_len=max_seq_len,
             seed=seed,
         )
-
-
-def _require(built: Any, kind: type, section: str) -> Any:
-    if not isinstance(built, kind):
-        raise InputError(
-            Problem(f"built a {type(built).__name__}, expected a {kind.__module__}.{kind.__qualname__}", path=section)
-        )
-    return built
-
-
-def move(value: Any, device: torch.device) -> Any:
-    """Tensors of a (nested) batch on `device`; everything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {name: move(item, device) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(move(item, device) for item in value)
-    return value

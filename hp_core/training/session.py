@@ -15,7 +15,7 @@ import torch
 from hp_core.checkpoint.layout import MANIFEST
 from hp_core.config import Recipe, Target, TrainerConfig
 from hp_core.config.render import resolved_yaml
-from hp_core.errors import InputError
+from hp_core.errors import HpError, InputError
 from hp_core.observe.console import Console
 from hp_core.observe.run_directory import RECIPE_FILE, RunDirectory, choose, prepare, versions, write_json
 from hp_core.observe.trackers import JsonlTracker, Tracker
@@ -43,7 +43,7 @@ def train(
     config = recipe.config
     plugins = load_plugins(
         [*config.plugins, *extra_plugins],
-        origins={name: recipe.origin(f"plugins[{index}]") for index, name in enumerate(config.plugins)},
+        origins={f"plugins[{i}]": recipe.origin(f"plugins[{i}]") for i in range(len(config.plugins))},
         base_dir=Path(recipe.path).resolve().parent,
         defaults=(DefaultHooks(),),
     )
@@ -55,7 +55,7 @@ def train(
         setup = stack.enter_context(distributed(environment, config))
         components = [target.component for target in _targets(config) if target.component is not None]
         facts = provenance(plugins, components)
-        require_same_everywhere("plugins and their versions", facts, setup)
+        require_same_everywhere("plugins and their versions", sorted(_names(facts)), setup)
         directory = _directory(recipe, setup, overwrite)
         _check_plugins_of_checkpoint(directory, facts, config.checkpoint.allow_plugin_changes)
         manifest = _manifest(recipe, setup, facts, command)
@@ -75,7 +75,11 @@ def _fit(trainer: BaseTrainer, run: Run, plugins: Plugins) -> Report:
     try:
         return trainer.fit(run)
     except Exception as error:
-        plugins.hook.on_exception(run=run, error=error)
+        try:
+            plugins.hook.on_exception(run=run, error=error)
+        except HpError as second:
+            # What ended the run matters more than what a plugin made of it.
+            run.console.say(f"while the run was ending: {second}")
         raise
 
 
@@ -179,7 +183,9 @@ def _check_plugins_of_checkpoint(directory: RunDirectory, facts: Mapping[str, An
 
 
 def _names(facts: Mapping[str, Any]) -> set[str]:
-    found = {f"plugin {one['name']} ({one['distribution']} {one['version']})" for one in facts["plugins"]}
-    return found | {
-        f"{one['group']} {one['name']} ({one['distribution']} {one['version']})" for one in facts["components"]
-    }
+    def owner(one: Mapping[str, Any]) -> str:
+        # A one-file plugin belongs to no distribution; where it lies may differ between machines, its text may not.
+        return f"{one['distribution']} {one['version']}" if one["distribution"] else f"sha256 {one['sha256']}"
+
+    plugins = {f"plugin {one['name']} ({owner(one)})" for one in facts["plugins"]}
+    return plugins | {f"{one['group']} {one['name']} ({owner(one)})" for one in facts["components"]}

@@ -1,0 +1,72 @@
+"""A trainer's state into a checkpoint and out of it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hp_core.checkpoint.layout import Checkpoint
+from hp_core.checkpoint.store import load_checkpoint, optimizer_names, save_checkpoint
+from hp_core.errors import InputError
+from hp_core.training.protocols import parts_of
+from hp_core.training.run import Run
+from hp_core.training.schedule import restore_scheduler, scheduler_state
+
+
+def save(run: Run, model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler, data_fingerprint: str) -> Path:
+    """Write everything that resuming needs, say so, and return the checkpoint's directory. Every rank calls it."""
+    optimizers = parts_of(optimizer)
+    path = save_checkpoint(
+        run.directory.path,
+        run.state.step,
+        model=model,
+        optimizers=optimizers,
+        trainer_state={
+            "state": run.state.as_dict(),
+            "world_size": run.setup.world_size,
+            "data_fingerprint": data_fingerprint,
+            "optimizers": optimizer_names(optimizers),
+            "lr_scheduler": scheduler_state(lr_scheduler),
+        },
+        manifest=run.manifest,
+        setup=run.setup,
+    )
+    run.console.say(f"step {run.state.step}: saved {path}")
+    return path
+
+
+def restore(
+    run: Run,
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: Optimizer,
+    lr_scheduler: LRScheduler,
+    data_fingerprint: str,
+) -> None:
+    """Put the checkpoint's state in place. Every rank calls it.
+
+    Raises:
+        InputError: the data is not what the run was trained on, or the checkpoint doesn't fit.
+    """
+    state = checkpoint.trainer_state()
+    if state["data_fingerprint"] != data_fingerprint:
+        raise InputError(
+            f"{checkpoint.path}: the training data is not what the run was trained on, so its position in the data "
+            "means nothing; start a new run"
+        )
+    same_streams = load_checkpoint(
+        checkpoint,
+        model=model,
+        optimizers=parts_of(optimizer),
+        seed=run.config.training.seed,
+        setup=run.setup,
+    )
+    restore_scheduler(lr_scheduler, optimizer, state["lr_scheduler"])
+    if not same_streams:
+        run.console.say(
+            f"the checkpoint was written by {state['world_size']} ranks: random streams (dropout) start anew, "
+            "everything else goes on"
+        )
