@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -74,16 +75,16 @@ def _rows(
 
 def _training_texts(source: Source, validation_fraction: float) -> Iterator[str]:
     """The texts that are not held out; two passes, because one text alone can't tell that it is the only one."""
-    if not validation_fraction:
-        yield from (document.text for document in source.documents())
-        return
-    hashes, has_text = array("Q"), array("b")
-    for document in source.documents():
-        hashes.append(document_hash(document_bytes(document)))
-        has_text.append(bool(document.text))
-    held = held_out(
-        np.frombuffer(hashes, dtype=np.uint64), np.frombuffer(has_text, dtype=np.bool_), validation_fraction
-    )
-    for document, is_held in zip(source.documents(), held, strict=True):
+    held: Iterable[bool] = repeat(False)
+    if validation_fraction:
+        hashes, has_text = array("Q"), array("b")
+        for document in source.documents():
+            hashes.append(document_hash(document_bytes(document)))
+            has_text.append(bool(document.text))
+        held = held_out(
+            np.frombuffer(hashes, dtype=np.uint64), np.frombuffer(has_text, dtype=np.bool_), validation_fraction
+        )
+    for document, is_held in zip(source.documents(), held):  # noqa: B905 (repeat has no end)
         if not is_held:
+            document_bytes(document)
             yield document.text

@@ -83,5 +83,5 @@ class RowText:
             return value
         if self.is_template and isinstance(value, (int, float)):
             return str(value)
-        kind = "null" if value is None else f"a {type(value).__name__}, not text"
+        kind = "null" if value is None else f"of type {type(value).__name__}, not text"
         raise InputError(f"{row.location}: field {name!r} is {kind}")

@@ -12,7 +12,10 @@ def fingerprint(*parts: str | bytes | int | float | None) -> str:
     """A hash of the parts in order; no two different lists of parts are joined into the same bytes."""
     digest = hashlib.sha256()
     for part in parts:
-        kind, content = type(part).__name__, part if isinstance(part, bytes) else str(part).encode()
+        kind, content = (
+            type(part).__name__,
+            part if isinstance(part, bytes) else str(part).encode(errors="surrogatepass"),
+        )
         digest.update(f"{kind}:{len(content)}:".encode() + content)
     return digest.hexdigest()[:32]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, cast
 
@@ -39,15 +38,17 @@ def torch_loader(
     # A generator of its own: without one, torch draws the workers' seed from the global stream, and dropout would
     # depend on how often a loader was started.
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    with warnings.catch_warnings():
-        # One recipe serves machines of different sizes, so more workers than cores is nothing to warn of.
-        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-        return DataLoader(
-            cast("Dataset[Any]", dataset),
-            batch_sampler=cast("Iterable[list[int]]", batch_sampler),
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            pin_memory=pin_memory and torch.accelerator.is_available(),
-            prefetch_factor=prefetch_factor,
-            generator=generator,
-        )
+    return _Loader(
+        cast("Dataset[Any]", dataset),
+        batch_sampler=cast("Iterable[list[int]]", batch_sampler),
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        pin_memory=pin_memory and torch.accelerator.is_available(),
+        prefetch_factor=prefetch_factor,
+        generator=generator,
+    )
+
+
+class _Loader(DataLoader[Any]):
+    def check_worker_number_rationality(self) -> None:
+        """Accept any number: one recipe serves machines of all sizes, so more workers than cores is no warning."""

@@ -18,7 +18,7 @@ class PretrainedTokenizer:
     def __init__(self, tokenizer: Any, *, name: str) -> None:
         self.name = name
         self.eos_id: int = tokenizer.eos_token_id
-        self.vocab_size = max(len(tokenizer), *tokenizer.get_vocab().values()) + 1
+        self.vocab_size: int = max(tokenizer.get_vocab().values()) + 1
         self.fingerprint = _fingerprint(tokenizer)
         self._tokenizer = tokenizer
 

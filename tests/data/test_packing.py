@@ -89,7 +89,8 @@ def test_every_token_but_each_documents_first_is_a_target_once(documents: list[l
     assert report.empty_documents == sum(len(document) == 0 for document in documents)
     assert report.short_documents == sum(len(document) == 1 for document in documents)
     for sample in samples:
-        assert {value.dtype for name, value in sample.items() if name != "index"} == {np.dtype(np.int64)}
+        arrays = (sample["input_ids"], sample["labels"], sample["position_ids"])
+        assert {array.dtype for array in arrays} == {np.dtype(np.int64)}
 
 
 def test_two_documents_of_five_and_seven_tokens_have_ten_targets() -> None:

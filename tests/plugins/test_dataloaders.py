@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hp_core.data.order import GlobalOrder, Position, StepBatches, evaluation_batches
+from hp_core.data.protocols import RowDataset
+from hp_core.data.rows import WithEmptyRow
+from hp_core.errors import ArgumentError, InputError
+from hp_plugins.collators.rows import rows
+from hp_plugins.dataloaders.torch_loader import torch_loader
+from hp_plugins.datasets.text import text
+from hp_plugins.tokenizers.byte_level import byte_tokenizer
+
+RANKS = 2
+
+
+class RandomRows:
+    """Each row shows the random numbers its worker draws."""
+
+    fingerprint = "random"
+    max_seq_len = 3
+    report = None
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.fails_at:
+            raise InputError("row 5 is broken")
+        values = np.array([random.getrandbits(30), np.random.randint(2**30), int(torch.randint(2**30, ()))])
+        return {"index": index, "input_ids": values, "labels": values * 0, "position_ids": values * 0}
+
+
+def numbered_files(directory: Path, num_files: int, num_samples: int = 23) -> list[str]:
+    """`num_samples` documents of seven bytes and EOS, so that a row of 8 is exactly one of them."""
+    paths = [directory / f"{number}.jsonl" for number in range(num_files)]
+    for number, path in enumerate(paths):
+        numbers = range(number, num_samples, num_files)
+        path.write_text("".join(json.dumps({"text": f"{value:07d}"}) + "\n" for value in numbers))
+    return list(map(str, paths))
+
+
+def read(dataset: RowDataset, batches: StepBatches | list[list[int]], workers: int, seed: int = 5) -> list[list[int]]:
+    """The numbers in each micro-batch, as decoded from its ids; empty rows are left out."""
+    loader = torch_loader(workers, dataset=dataset, collate_fn=rows(), batch_sampler=batches, seed=seed)
+    decode = byte_tokenizer().decode
+    return [
+        [
+            int(decode(ids))
+            for ids, index in zip(batch["input_ids"].tolist(), batch["sample_ids"].tolist(), strict=True)
+            if index != -1
+        ]
+        for batch in loader
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("num_files", [1, 2, 3, 7])
+def test_each_sample_comes_once_an_epoch_on_any_workers_and_files(tmp_path: Path, workers: int, num_files: int) -> None:
+    files = numbered_files(tmp_path, num_files)
+    dataset = text(files=files, max_seq_len=8, cache_dir=str(tmp_path), tokenizer=byte_tokenizer()).train
+    order = GlobalOrder(len(dataset), fingerprint=dataset.fingerprint, seed=5, rows_per_step=8)
+    ranks = [StepBatches(order, Position(), order.num_steps(epochs=2), rank, RANKS, 2) for rank in range(RANKS)]
+    streams = [read(dataset, batches, workers) for batches in ranks]
+    assert len(streams[0]) == len(streams[1]) == 12
+    epochs = [
+        [value for stream in streams for batch in stream[half] for value in batch] for half in (np.s_[:6], np.s_[6:])
+    ]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(23))] * 2
+    assert epochs[0] != epochs[1]
+    assert multiprocessing.active_children() == []
+
+
+def test_batches_are_the_same_for_any_number_of_workers_and_follow_the_seed(tmp_path: Path) -> None:
+    files = numbered_files(tmp_path, 2)
+    dataset = text(files=files, max_seq_len=8, cache_dir=str(tmp_path), tokenizer=byte_tokenizer()).train
+
+    def stream(workers: int, seed: int) -> list[list[int]]:
+        order = GlobalOrder(len(dataset), fingerprint=dataset.fingerprint, seed=seed, rows_per_step=8)
+        return read(dataset, StepBatches(order, Position(), 3, 0, 1, 4), workers, seed)
+
+    assert stream(0, 5) == stream(1, 5) == stream(3, 5)
+    assert stream(0, 5) != stream(0, 6)
+
+
+@pytest.mark.parametrize("num_rows", [3, 5])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_get_the_same_number_of_batches_and_evaluation_uses_all_rows(
+    num_rows: int, workers: int, tmp_path: Path
+) -> None:
+    files = numbered_files(tmp_path, 1, num_rows)
+    dataset = text(files=files, max_seq_len=8, cache_dir=str(tmp_path), tokenizer=byte_tokenizer()).train
+    streams = [read(dataset, evaluation_batches(len(dataset), rank, RANKS, 1), workers) for rank in range(RANKS)]
+    assert [len(stream) for stream in streams] == [-(-num_rows // 2)] * 2
+    assert sorted(value for stream in streams for batch in stream for value in batch) == list(range(num_rows))
+
+
+def test_an_empty_row_is_only_padding(tmp_path: Path) -> None:
+    dataset = text(
+        files=numbered_files(tmp_path, 1, 1), max_seq_len=8, cache_dir=str(tmp_path), tokenizer=byte_tokenizer()
+    ).train
+    (batch,) = torch_loader(dataset=dataset, collate_fn=rows(), batch_sampler=[[0, -1]], seed=0)
+    assert batch["sample_ids"].tolist() == [0, -1]
+    assert (batch["labels"] != -100).sum(1).tolist() == [7, 0]
+    assert batch["position_ids"][1].tolist() == list(range(8))
+
+
+def draws(dp_rank: int, seed: int, workers: int = 2) -> list[list[int]]:
+    order = GlobalOrder(12, fingerprint="same", seed=0, rows_per_step=12)
+    batches = StepBatches(order, Position(), 1, dp_rank, 2, 3)
+    dataset = WithEmptyRow(RandomRows())
+    loader = torch_loader(workers, dataset=dataset, collate_fn=rows(), batch_sampler=batches, seed=seed)
+    return [row for batch in loader for row in batch["input_ids"].tolist()]
+
+
+def test_random_streams_differ_by_rank_and_worker_and_repeat_with_the_seed() -> None:
+    first = draws(0, seed=1)
+    assert draws(0, seed=1) == first
+    rows_drawn = first + draws(1, seed=1) + draws(0, seed=2)
+    for kind in range(3):
+        assert len({row[kind] for row in rows_drawn}) == len(rows_drawn)
+
+
+def test_the_global_random_stream_is_left_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    for _ in range(2):
+        list(torch_loader(1, dataset=WithEmptyRow(RandomRows()), collate_fn=rows(), batch_sampler=[[0], [1]], seed=1))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_leaving_early_or_by_an_error_leaves_no_process_behind() -> None:
+    batches = evaluation_batches(12, 0, 1, 1)
+    loader = torch_loader(3, dataset=WithEmptyRow(RandomRows()), collate_fn=rows(), batch_sampler=batches, seed=1)
+    for _ in loader:
+        break
+    assert multiprocessing.active_children() == []
+    broken = torch_loader(2, dataset=WithEmptyRow(RandomRows(5)), collate_fn=rows(), batch_sampler=batches, seed=1)
+    with pytest.raises(InputError, match="row 5 is broken"):
+        list(broken)
+    # The error's traceback holds the iterator in a cycle until then.
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+def test_every_setting_reaches_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loader(**settings: Any) -> Any:
+        return torch_loader(
+            **settings, dataset=WithEmptyRow(RandomRows()), collate_fn=rows(), batch_sampler=[[0]], seed=1
+        )
+
+    assert loader(num_workers=2, prefetch_factor=5).prefetch_factor == 5
+    assert loader(num_workers=2).num_workers == 2
+    assert loader(pin_memory=True).pin_memory is torch.accelerator.is_available()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert loader(pin_memory=True).pin_memory is True
+    assert loader().pin_memory is False
+    with pytest.raises(ArgumentError, match="prefetch_factor: has no effect without workers"):
+        loader(prefetch_factor=2)
