@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> None:
     if "HP_CACHE_DIR" not in os.environ:
         os.environ["HP_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
-    yield

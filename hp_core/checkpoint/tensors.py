@@ -94,7 +94,7 @@ def restore_optimizers(
 
 
 def _states(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, dict[str, Any]]]:
-    names = {parameter: fqn for fqn, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: fqn for fqn, parameter in model.named_parameters()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             if parameter not in names:

@@ -49,7 +49,7 @@ def build_causal_lm(
     shard_model(model, setup)
     if pretrained is not None:
         load_weights(model, files, dtype=DTYPES[dtype])
-        model.to(setup.device)
+        model.to(setup.device)  # type: ignore[arg-type]
     else:
         model.to_empty(device=setup.device)
         model.tie_weights()

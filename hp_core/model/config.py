@@ -89,7 +89,9 @@ def known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
     The second set is needed because some families read keys that their class never declares (`head_dim` of
     Qwen3-MoE), and transformers keeps any key it is given, also a misspelt one.
     """
-    keys = {field.name for field in dataclasses.fields(config_class)} if dataclasses.is_dataclass(config_class) else set()
+    keys = (
+        {field.name for field in dataclasses.fields(config_class)} if dataclasses.is_dataclass(config_class) else set()
+    )
     keys |= set(inspect.signature(config_class.__init__).parameters) - {"self", "kwargs", "args"}
     keys |= set(config_class.attribute_map) | _NORMALISED_KEYS
     package = config_class.__module__.rpartition(".")[0]

@@ -36,9 +36,7 @@ def initialize_weights(model: PreTrainedModel, seed: int) -> None:
             _initialize_together(model, fqn, [(fqn, module)], seed)
 
 
-def _initialize_together(
-    model: PreTrainedModel, fqn: str, members: list[tuple[str, nn.Module]], seed: int
-) -> None:
+def _initialize_together(model: PreTrainedModel, fqn: str, members: list[tuple[str, nn.Module]], seed: int) -> None:
     originals = [
         (module, name, parameter)
         for _, module in members
@@ -60,15 +58,14 @@ def _initialize_together(
             torch.manual_seed(_stream(seed, fqn))
             for member, module in members:
                 _owner(model, member)._init_weights(module)
-        wholes = [module._parameters[name] for module, name, _ in originals]
+        wholes = [module.get_parameter(name).detach() for module, name, _ in originals]
     finally:
         for module, name, parameter in originals:
             module._parameters[name] = parameter
     for (_, name, parameter), whole in zip(originals, wholes, strict=True):
-        assert whole is not None
         if whole.isnan().any():
             raise InputError(_untouched(model, f"{fqn}: parameter {name}"))
-        _keep_own_part(parameter, whole.detach())
+        _keep_own_part(parameter, whole)
     for name, buffer in buffers:
         if buffer.isnan().any():
             raise InputError(_untouched(model, f"buffer {name}"))

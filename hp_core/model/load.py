@@ -41,7 +41,7 @@ def load_weights(model: PreTrainedModel, files: list[str], *, dtype: torch.dtype
     config = LoadStateDictConfig(
         dtype=dtype,
         dtype_plan=model._get_dtype_plan(dtype),
-        weight_mapping=get_model_conversion_mapping(model, None, None),
+        weight_mapping=get_model_conversion_mapping(model, None, None),  # type: ignore[arg-type]
     )
     # Without it transformers takes the DTensors for its own tensor parallelism and gathers them again.
     model._is_distributed_loading_by_transformers = True

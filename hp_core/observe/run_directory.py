@@ -39,9 +39,7 @@ def run_name(recipe: Path) -> str:
     return recipe.resolve().parent.name if recipe.stem == "recipe" else recipe.stem
 
 
-def choose(
-    *, recipe: Path, output_dir: str | None, resume: str | None, overwrite: bool, now: datetime
-) -> RunDirectory:
+def choose(*, recipe: Path, output_dir: str | None, resume: str | None, overwrite: bool, now: datetime) -> RunDirectory:
     """Decide where the run writes and what it resumes from. Nothing is written.
 
     Raises:

@@ -70,9 +70,9 @@ class DistributedSetup:
         if self.world_size == 1:
             return [list(values)]
         row = torch.tensor(values, dtype=torch.float64)
-        rows = torch.empty(self.world_size * len(values), dtype=torch.float64)
-        dist.all_gather_into_tensor(rows, row, group=self.host_group)
-        return [list(map(float, chunk.tolist())) for chunk in rows.chunk(self.world_size)]
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        dist.all_gather(rows, row, group=self.host_group)
+        return [[float(value) for value in row.tolist()] for row in rows]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -139,7 +139,9 @@ def _backend(device: torch.device, training: TrainingConfig) -> str:
     backend = training.backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type == "cpu":
         raise InputError(
-            Problem("nccl does not run on the CPU", path="training.backend", hint="write backend: gloo, or leave it out")
+            Problem(
+                "nccl does not run on the CPU", path="training.backend", hint="write backend: gloo, or leave it out"
+            )
         )
     return backend
 

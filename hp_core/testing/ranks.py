@@ -85,7 +85,9 @@ def _start(
     return process, receive
 
 
-def _rank(pipe: Connection, function: Callable[..., Any], environment: ProcessEnvironment, args: tuple[Any, ...]) -> None:
+def _rank(
+    pipe: Connection, function: Callable[..., Any], environment: ProcessEnvironment, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     try:
         _send(pipe, ("returned", function(environment, *args)))

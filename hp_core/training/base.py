@@ -7,27 +7,26 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hp_core.config import TrainerConfig
-from hp_core.data.rows import WithEmptyRow
 from hp_core.data.order import GlobalOrder, StepBatches, check_batch, evaluation_batches
 from hp_core.data.protocols import Datasets, MeshContext, RowDataset
+from hp_core.data.rows import as_datasets
 from hp_core.errors import InputError, Problem, RunError
 from hp_core.parallel.fsdp import require_sharded, set_gradient_sync
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepLoss, count_targets, on_device
-from hp_core.training.built import as_datasets, as_lr_scheduler, as_module, as_optimizer
+from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer
 from hp_core.training.evaluation import Evaluation, evaluate
 from hp_core.training.gradients import clip, norm_and_count
 from hp_core.training.loss import Reduction, reduction_of
 from hp_core.training.meter import Meter
 from hp_core.training.nonfinite import describe
 from hp_core.training.persistence import restore, save
-from hp_core.training.run import Report, Run
+from hp_core.training.run import Report, Run, data_facts, data_lines
 from hp_core.training.schedule import steps_left, total_steps
 from hp_core.training.state import RunState, seed_everything
 
@@ -138,6 +137,9 @@ class BaseTrainer:
             global_batch_size=training.global_batch_size,
         )
         self._check_evaluation()
+        self.run.record(data=data_facts(self.datasets))
+        for line in data_lines(self.datasets):
+            self.run.console.say(line)
 
     def _build_collate_fn(self) -> None:
         """Build what turns a list of samples into a batch; the loader's own when the task has none."""
@@ -215,7 +217,7 @@ class BaseTrainer:
                 self._save()
             if not stopped_early:
                 evaluation = self._finish(evaluation)
-        report = Report(state.step, run.metrics, evaluation and evaluation.as_metrics(state.step))
+        report = Report(state.step, run.metrics, evaluation.as_metrics(state.step) if evaluation else None)
         run.plugins.hook.on_train_end(run=run, report=report)
         return report
 
@@ -343,7 +345,7 @@ class BaseTrainer:
     def _loader(self, dataset: RowDataset, batches: Any) -> Iterable[Any]:
         loader: Iterable[Any] = self.run.plugins.hook.build_dataloader(
             config=self.config,
-            dataset=WithEmptyRow(dataset),
+            dataset=dataset,
             collate_fn=self.collate_fn,
             batch_sampler=batches,
             batch_size=self.config.training.micro_batch_size,

@@ -8,7 +8,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hp_core.data.protocols import Datasets
 from hp_core.errors import InputError, Problem
 from hp_core.training.protocols import OffersLRScheduler, OffersOptimizer
 
@@ -37,18 +36,6 @@ def as_lr_scheduler(built: Any) -> LRScheduler:
         return built
     wanted = "torch.optim.lr_scheduler.LRScheduler, or an object with get_lr_scheduler() that gives one"
     raise _refused(built, "lr_scheduler", wanted)
-
-
-def as_datasets(built: Any) -> Datasets:
-    """`Datasets`, a (train, validation, test) tuple, or the training set alone."""
-    if isinstance(built, Datasets):
-        return built
-    datasets = Datasets(*built) if isinstance(built, tuple) and 1 <= len(built) <= 3 else Datasets(built)
-    train = datasets.train
-    missing = [name for name in ("__len__", "__getitem__", "fingerprint", "max_seq_len") if not hasattr(train, name)]
-    if missing:
-        raise _refused(train, "dataset", f"a data set of rows; it has no {', '.join(missing)}")
-    return datasets
 
 
 def _refused(built: Any, section: str, wanted: str) -> InputError:

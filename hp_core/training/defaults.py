@@ -63,9 +63,7 @@ class DefaultHooks:
         return config.optimizer.build(model=model)
 
     @hookimpl(trylast=True)
-    def build_lr_scheduler(
-        self, config: TrainerConfig, optimizer: Optimizer, train_iters: int
-    ) -> Any:
+    def build_lr_scheduler(self, config: TrainerConfig, optimizer: Optimizer, train_iters: int) -> Any:
         """Build the recipe's `lr_scheduler`, or keep the learning rate constant."""
         if config.lr_scheduler is None:
             return LambdaLR(optimizer, lambda _: 1.0)

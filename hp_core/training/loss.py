@@ -24,9 +24,7 @@ class DeclaresReduction(Protocol):
 class PreparesModelInputs(Protocol):
     """A loss that changes what the model is called with, every micro-batch."""
 
-    def prepare_model_inputs(
-        self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]
-    ) -> dict[str, Any]:
+    def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments for the model."""
         ...
 

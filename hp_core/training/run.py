@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hp_core.checkpoint.layout import MANIFEST
 from hp_core.config import Recipe, TrainerConfig
+from hp_core.data.protocols import Datasets, RowDataset
 from hp_core.errors import InputError
 from hp_core.observe.console import Console
-from hp_core.observe.run_directory import RunDirectory
+from hp_core.observe.run_directory import RunDirectory, write_json
 from hp_core.observe.trackers import Tracker
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.plugins import Plugins
@@ -44,6 +46,12 @@ class Run:
     def config(self) -> TrainerConfig:
         """The validated recipe."""
         return self.recipe.config
+
+    def record(self, **facts: Any) -> None:
+        """Add facts to the run's manifest, in memory and in its directory."""
+        self.manifest.update(facts)
+        if self.setup.environment.is_main:
+            write_json(self.directory.path / MANIFEST, self.manifest)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Send one row to every tracker."""
@@ -82,3 +90,36 @@ def from_main(value: Any, setup: DistributedSetup) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0, group=setup.host_group)
     return box[0]
+
+
+def data_facts(datasets: Datasets) -> dict[str, Any]:
+    """What became of the documents, for the manifest: rows, tokens, targets, and everything left out."""
+    return {
+        name: {
+            "rows": len(dataset),
+            "fingerprint": dataset.fingerprint,
+            **(dataset.report.as_dict() if dataset.report else {}),
+        }
+        for name, dataset in _splits(datasets)
+    }
+
+
+def data_lines(datasets: Datasets) -> list[str]:
+    """The same in a line for each split."""
+    lines = []
+    for name, dataset in _splits(datasets):
+        line = f"{name} data: {len(dataset):,} rows of {dataset.max_seq_len} tokens"
+        report = dataset.report
+        if report is not None:
+            line += (
+                f" ({report.fill:.1%} full) from {report.documents:,} documents; left out: {report.empty_documents} "
+                f"empty, {report.short_documents} of one token, {report.dropped_tokens} trailing tokens"
+            )
+        lines.append(line)
+    return lines
+
+
+def _splits(datasets: Datasets) -> Iterator[tuple[str, RowDataset]]:
+    for name, dataset in (("train", datasets.train), ("validation", datasets.validation)):
+        if dataset is not None:
+            yield name, dataset

@@ -13,9 +13,7 @@ from hp_core.data.order import GlobalOrder, Position
 
 def total_steps(order: GlobalOrder, training: TrainingConfig) -> int:
     """Steps of the whole run: the horizon of its learning-rate schedule."""
-    return order.num_steps(
-        iters=training.train_iters, samples=training.train_samples, epochs=training.train_epochs
-    )
+    return order.num_steps(iters=training.train_iters, samples=training.train_samples, epochs=training.train_epochs)
 
 
 def steps_left(order: GlobalOrder, training: TrainingConfig, step: int, position: Position) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ def seed_everything(seed: int, rank: int, step: int = 0) -> None:
 def random_state() -> dict[str, Any]:
     """The random streams of this process, in types that `torch.load(weights_only=True)` reads."""
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = cast(Any, np.random.get_state(legacy=True))
     state: dict[str, Any] = {
         "python": [version, list(internal), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],

@@ -27,9 +27,7 @@ class AdamW:
         weight_decay: Annotated[
             float, Field(ge=0, description="Decay of matrices; norms, biases and embeddings are left out.")
         ] = 0.1,
-        groups: Annotated[
-            Sequence[ParameterGroup], Field(description="Other settings by parameter name.")
-        ] = (),
+        groups: Annotated[Sequence[ParameterGroup], Field(description="Other settings by parameter name.")] = (),
         fused: Annotated[bool | None, Field(description="Default: where the device has a fused kernel.")] = None,
         *,
         model: nn.Module,

@@ -39,9 +39,7 @@ class Muon:
         ] = 0.1,
         adamw_betas: Annotated[tuple[float, float], Field(description="Decay of AdamW's moments.")] = (0.9, 0.95),
         adamw_eps: Annotated[float, Field(gt=0, description="AdamW's epsilon.")] = 1e-8,
-        groups: Annotated[
-            Sequence[ParameterGroup], Field(description="Other settings by parameter name.")
-        ] = (),
+        groups: Annotated[Sequence[ParameterGroup], Field(description="Other settings by parameter name.")] = (),
         *,
         model: nn.Module,
     ) -> None:

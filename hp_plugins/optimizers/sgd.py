@@ -24,9 +24,7 @@ class SGD:
         weight_decay: Annotated[
             float, Field(ge=0, description="L2 penalty on matrices; norms, biases and embeddings are left out.")
         ] = 0.0,
-        groups: Annotated[
-            Sequence[ParameterGroup], Field(description="Other settings by parameter name.")
-        ] = (),
+        groups: Annotated[Sequence[ParameterGroup], Field(description="Other settings by parameter name.")] = (),
         *,
         model: nn.Module,
     ) -> None:

@@ -20,9 +20,7 @@ WarmupSteps = Annotated[int, Field(ge=0, description="Steps of the linear rise f
 MinLRRatio = Annotated[float, Field(ge=0, le=1, description="Share of the peak that the last step uses.")]
 
 
-def constant(
-    warmup_steps: WarmupSteps = 0, *, optimizer: Optimizer, train_iters: int
-) -> LambdaLR:
+def constant(warmup_steps: WarmupSteps = 0, *, optimizer: Optimizer, train_iters: int) -> LambdaLR:
     """The peak, after the warm-up."""
     del train_iters
     return _schedule(optimizer, lambda step: _warmup(step, warmup_steps))

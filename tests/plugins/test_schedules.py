@@ -49,7 +49,9 @@ def test_no_warmup_starts_at_or_below_the_peak_and_never_at_zero(build):
     assert found == sorted(found, reverse=True)
 
 
-@pytest.mark.parametrize(("build", "arguments"), [(constant, {}), (linear, {}), (cosine, {}), (wsd, {"decay_steps": 0})])
+@pytest.mark.parametrize(
+    ("build", "arguments"), [(constant, {}), (linear, {}), (cosine, {}), (wsd, {"decay_steps": 0})]
+)
 @pytest.mark.parametrize("warmup", [5, 7])
 def test_a_warmup_as_long_as_the_run_only_rises(build, arguments, warmup):
     assert rates(build, 5, warmup_steps=warmup, **arguments) == pytest.approx([k / warmup for k in range(1, 6)])
