@@ -124,16 +124,6 @@ class DataReport:
         return {**asdict(self), "fill": self.fill}
 
 
-@runtime_checkable
-class ReportsData(Protocol):
-    """A data set that knows what became of its documents."""
-
-    @property
-    def report(self) -> DataReport | None:
-        """The report, or None when it doesn't know."""
-        ...
-
-
 class RowDataset(Protocol):
     """Rows of equal length, addressed by number; row -1 is an empty row (see `WithEmptyRow`)."""
 
@@ -145,6 +135,11 @@ class RowDataset(Protocol):
     @property
     def max_seq_len(self) -> int:
         """The length of every row."""
+        ...
+
+    @property
+    def report(self) -> DataReport | None:
+        """What became of the documents, or None when the dataset doesn't know."""
         ...
 
     def __len__(self) -> int: ...

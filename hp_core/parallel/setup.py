@@ -139,9 +139,7 @@ def _backend(device: torch.device, training: TrainingConfig) -> str:
     backend = training.backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type == "cpu":
         raise InputError(
-            Problem(
-                "nccl does not run on the CPU", path="training.backend", hint="write backend: gloo, or leave it out"
-            )
+            Problem("nccl does not run on the CPU", path="training.backend", hint="write backend: gloo or leave it out")
         )
     return backend
 
