@@ -84,18 +84,18 @@ class FsdpConfig(Section):
 
 
 class MixedPrecisionConfig(Section):
-    """The types to compute in. Master weights and optimizer states stay as the model was loaded."""
+    """The types to compute in. Master weights and optimizer states keep the type of the model."""
 
     param_dtype: Dtype | None = Field(
         None, description="Type of parameters in forward and backward; null keeps their own."
     )
     reduce_dtype: Dtype | None = Field(
-        None, description="Type in which gradients are summed over ranks; null keeps their own."
+        None, description="Type in which gradients are summed over ranks; null is float32 where `param_dtype` is set."
     )
 
 
 class SamplesConfig(Section):
-    """Texts to generate at each evaluation."""
+    """Texts to generate from the trained model."""
 
     prompts: list[str] = Field([], description="What to continue; an empty list generates nothing.")
     max_new_tokens: int = Field(64, ge=1, description="Tokens to generate for a prompt.")
@@ -108,7 +108,7 @@ class EvaluationConfig(Section):
 
     every: int = Field(0, ge=0, description="Steps between two evaluations; 0 evaluates only at the end.")
     at_end: bool = Field(True, description="Evaluate after the last step.")
-    samples: SamplesConfig = Field(SamplesConfig(), description="Texts to generate at each evaluation.")
+    samples: SamplesConfig = Field(SamplesConfig(), description="Texts to generate from the trained model.")
 
 
 class CheckpointConfig(Section):
@@ -136,14 +136,14 @@ class DatasetConfig(Section):
     """The data set, a component, and the tokenizer it is read with."""
 
     source: Target
-    tokenizer: Target | None = Field(None, description="The tokenizer component; null takes the model's.")
+    tokenizer: Target | None = Field(None, description="The tokenizer component; null leaves it to the data set.")
 
 
 class DataLoaderConfig(Section):
     """The loader, a component, and the function that makes rows a batch."""
 
     loader: Target
-    collate_fn: Target | None = Field(None, description="The collator component; null takes the trainer's.")
+    collate_fn: Target | None = Field(None, description="The collator component; null takes the task trainer's.")
 
 
 class TrainerConfig(Section):

@@ -113,7 +113,8 @@ class _Reader:
             return self._alias(event, path)
         if isinstance(event, ScalarEvent):
             node: Node = self._scalar(event, path)
-            self.end = event.end_mark.index
+            if event.value or event.style:  # the mark of an absent value is where the next line begins
+                self.end = event.end_mark.index
         elif isinstance(event, SequenceStartEvent):
             node = self._sequence(event, path)
         else:
@@ -164,7 +165,8 @@ class _Reader:
         items: list[Node] = []
         while not isinstance(item := next(self.events), SequenceEndEvent):
             items.append(self._node(item, (*path, len(items))))
-        self.end = item.end_mark.index
+        if event.flow_style:
+            self.end = item.end_mark.index
         return self._tagged(event, "seq", ListNode(tuple(items), self._origin(event)))
 
     def _mapping(self, event: MappingStartEvent, path: Path) -> Node:
@@ -179,11 +181,14 @@ class _Reader:
             if name is None:
                 continue
             origin = self._origin(key)
+            if isinstance(value, ScalarNode) and value.plain and not value.text and value.problem is None:
+                value = replace(value, origin=origin)  # an absent value is where its key is
             if name in entries:
                 self._repeated((*path, name), entries[name].key_origin, origin)
             else:
                 entries[name] = Entry(origin, value)
-        self.end = key.end_mark.index
+        if event.flow_style:  # a block ends where the next line begins
+            self.end = key.end_mark.index
         inherited = {name: entry for name, entry in merged.items() if name not in entries}
         return self._tagged(event, "map", MapNode({**inherited, **entries}, self._origin(event)))
 

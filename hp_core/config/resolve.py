@@ -58,16 +58,17 @@ class _Resolver:
             return None
         function, component = loaded
         spelling = str(to_data(node)[key])
+        shown = _shown_name(node, key)
         try:
             signature = Signature.of(function)
         except SignatureError as error:
-            self._report(f"{spelling!r} {error}", (key,))
+            self._report(f"{shown!r} {error}", (key,))
             return None
-        problem = check_is_loss(function, signature.returns, spelling) if self.section.group == LOSSES else None
+        problem = check_is_loss(function, signature.returns, shown) if self.section.group == LOSSES else None
         if problem is not None:
             self._report(problem.message, (key,), problem.hint)
         given = node.without(NAME, IMPORT_PATH, *self.section.settings)
-        arguments = self._arguments(given, signature, spelling)
+        arguments = self._arguments(given, signature, shown)
         named = {"name": spelling} if key == NAME else {"import_path": spelling}
         where = {format_path(inner): one.origin for inner, one in walk(node.without(*self.section.settings))}
         where[""] = nearest_origin(self.tree, self.path, key=True)
@@ -103,16 +104,23 @@ class _Resolver:
             component = self.components.find(self.section.group, spelling)
             function = component.load()
         except InputError as error:
-            for problem in error.problems:
-                self._report(problem.message, (key,), problem.hint)
+            self._refuse(node, key, error.problems[0])
             return None
         except ComponentLoadError as error:
-            self._report(error.problem.message, (key,), error.problem.hint)
+            self._refuse(node, key, error.problem)
             return None
         if not callable(function):
             self._report(f"{component.qualified_name!r} ({component.value}) is not callable", (key,))
             return None
         return function, component
+
+    def _refuse(self, node: MapNode, key: str, problem: Problem) -> None:
+        """Report a name or import path; where it came from the environment, without the details, which show it."""
+        shown = _shown_name(node, key)
+        if shown == to_data(node)[key]:
+            self._report(problem.message, (key,), problem.hint)
+        else:
+            self._report(f"the value of {shown!r} names no component that can be imported", (key,))
 
     def _arguments(self, given: MapNode, signature: Signature, spelling: str) -> dict[str, Any]:
         parameters = signature.recipe_parameters(self.section.runtime_arguments)
@@ -153,6 +161,13 @@ class _Resolver:
     def _report(self, message: str, inner: Path, hint: str = "", *, key: bool = False) -> None:
         path = (*self.path, *inner)
         self.problems.append(Problem(message, format_path(path), nearest_origin(self.tree, path, key=key), hint))
+
+
+def _shown_name(node: MapNode, key: str) -> str:
+    """Return the name or import path for a message: its expression where it came from the environment."""
+    named = node.get(key)
+    assert isinstance(named, ScalarNode)
+    return named.expression or str(named.value)
 
 
 def _unknown(given: MapNode, parameters: dict[str, Parameter]) -> Iterator[tuple[str, Path]]:

@@ -28,7 +28,7 @@ def read_value(text: str, origin: Origin) -> Node:
     root = document.root
     if not isinstance(root, MapNode) or list(root.entries) != ["k"]:
         raise ValueSyntaxError("it is more than one value")
-    if f"{_KEY}{text}"[document.end :].strip():
+    if f"{_KEY}{text}"[max(document.end, len(_KEY)) :].strip():
         raise ValueSyntaxError("YAML would cut the text at '#', which begins a comment")
     node = root.entries["k"].node
     if isinstance(node, ScalarNode) and node.problem is not None:
