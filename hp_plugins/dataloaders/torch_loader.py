@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, cast
 
 import torch
 from pydantic import Field
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hp_core.data.order import StepBatches
 from hp_core.data.protocols import RowDataset
@@ -50,5 +51,18 @@ def torch_loader(
 
 
 class _Loader(DataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield the batches; end the workers at once when the reading ends, by an error too.
+
+        Left to the garbage collector, which closes their queues first, each worker of a failed run takes torch
+        five seconds to end.
+        """
+        batches = super().__iter__()
+        try:
+            yield from batches
+        finally:
+            if isinstance(batches, _MultiProcessingDataLoaderIter):
+                batches._shutdown_workers()
+
     def check_worker_number_rationality(self) -> None:
         """Accept any number: one recipe serves machines of all sizes, so more workers than cores is no warning."""

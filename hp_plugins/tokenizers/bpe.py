@@ -41,8 +41,10 @@ class ByteLevelBpe:
             _log.info("learning a BPE of %d ids", self.vocab_size)
             self._learn(documents).save(str(directory / _FILE))
 
-        directory = build_once(cache_dir, key, write, is_complete=lambda path: (path / _FILE).is_file())
-        return FastTokenizer(FastBackend.from_file(str(directory / _FILE)), name="bpe")
+        directory = build_once(cache_dir, key, write, is_complete=lambda path: _load(path) is not None)
+        backend = _load(directory)
+        assert backend is not None
+        return FastTokenizer(backend, name="bpe")
 
     def _learn(self, documents: Iterable[str]) -> FastBackend:
         backend = FastBackend(models.BPE())
@@ -58,6 +60,15 @@ class ByteLevelBpe:
         texts = documents if self.sample_bytes is None else sample(documents, self.sample_bytes)
         backend.train_from_iterator(texts, trainer)
         return backend
+
+
+def _load(directory: Path) -> FastBackend | None:
+    """The learned tokenizer, or None when it isn't there or damaged."""
+    try:
+        return FastBackend.from_str((directory / _FILE).read_text(encoding="utf-8"))
+    # The library raises a bare Exception for text that isn't a tokenizer.
+    except Exception:
+        return None
 
 
 def sample(documents: Iterable[str], max_bytes: int) -> list[str]:

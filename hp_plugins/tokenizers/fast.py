@@ -41,7 +41,7 @@ class FastTokenizer:
         """Write `tokenizer.json` and `tokenizer_config.json`."""
         from transformers import PreTrainedTokenizerFast
 
-        exported = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        exported = PreTrainedTokenizerFast(
             tokenizer_object=self._backend, eos_token=EOS_TOKEN, clean_up_tokenization_spaces=False
         )
         exported.save_pretrained(directory)

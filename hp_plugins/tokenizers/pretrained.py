@@ -21,6 +21,7 @@ class PretrainedTokenizer:
         self.vocab_size: int = max(tokenizer.get_vocab().values()) + 1
         self.fingerprint = _fingerprint(tokenizer)
         self._tokenizer = tokenizer
+        self._adds_eos = tokenizer("a")["input_ids"][-1:] == [self.eos_id]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, however long; special tokens written in the text count as such."""
@@ -30,7 +31,7 @@ class PretrainedTokenizer:
         encoded: list[list[int]] = self._tokenizer(
             list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False
         )["input_ids"]
-        return [ids[:-1] if ids and ids[-1] == self.eos_id else ids for ids in encoded]
+        return [ids[:-1] for ids in encoded] if self._adds_eos else encoded
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, exactly as spaced by the ids."""

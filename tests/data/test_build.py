@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,12 @@ def test_data_without_anything_to_predict_is_refused(tmp_path: Path, texts: list
         build(ListSource(texts), tmp_path)
     with pytest.raises(InputError, match="validation data has nothing to predict"):
         build(ListSource(TEXTS), tmp_path, validation_source=ListSource(texts))
+
+
+def test_planning_data_imports_no_framework() -> None:
+    """A check of a recipe's data must not wait for torch, and a broken install of datasets must not matter here."""
+    heavy = ("torch", "transformers", "datasets", "pyarrow", "tokenizers")
+    modules = "build, cache, fields, hub, order, packing, protocols, readers, rows, sources, split, tokens"
+    code = f"import sys\nfrom hp_core.data import {modules}\nprint([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"

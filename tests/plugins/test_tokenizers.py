@@ -90,6 +90,15 @@ def test_a_cached_bpe_reads_no_documents(tmp_path: Path) -> None:
         bpe(vocab_size=300).train(unreadable(), data_fingerprint="others", cache_dir=tmp_path)
 
 
+def test_a_damaged_bpe_is_learned_again(tmp_path: Path) -> None:
+    first = bpe(vocab_size=300).train(TEXTS, data_fingerprint="texts", cache_dir=tmp_path)
+    (path,) = tmp_path.glob("*/tokenizer.json")
+    path.write_text(path.read_text()[:100])
+    assert (
+        bpe(vocab_size=300).train(TEXTS, data_fingerprint="texts", cache_dir=tmp_path).fingerprint == first.fingerprint
+    )
+
+
 @pytest.mark.parametrize("sample_bytes", [None, 1000])
 def test_an_error_in_the_documents_comes_through(tmp_path: Path, sample_bytes: int | None) -> None:
     def broken() -> Iterator[str]:
@@ -172,6 +181,7 @@ def with_template(directory: Path, template: str) -> str:
 def test_pretrained_keeps_the_rule_for_bos_and_takes_eos_off(tmp_path: Path, template: str, ids: list[int]) -> None:
     tokenizer = pretrained(with_template(tmp_path, template))
     assert tokenizer.encode_batch(["a"]) == [ids]
+    assert tokenizer.encode_batch(["a<|endoftext|><|endoftext|>"]) == [[*ids, 256, 256]]
     assert tokenizer.vocab_size == 258
 
 
