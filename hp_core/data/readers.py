@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_core.data.fields import Row
-from hp_core.errors import InputError
+from hp_core.errors import InputError, Problem
 
 _BOM = b"\xef\xbb\xbf"
 _ARROW_FILE_MAGIC = b"ARROW1"
@@ -54,7 +54,12 @@ def _read_json(path: Path, fields: Sequence[str]) -> Iterator[Row]:
     with path.open("rb") as file:
         is_list = file.read(4096).removeprefix(_BOM).lstrip()[:1] == b"["
     if not is_list:
-        yield from _read_json_lines(path, fields)
+        try:
+            yield from _read_json_lines(path, fields)
+        except InputError as error:
+            raise InputError(
+                Problem(str(error), hint="a .json file holds a list of objects, or one object a line")
+            ) from error
         return
     values = _parse_json(path.read_bytes().removeprefix(_BOM), str(path))
     for number, value in enumerate(values, start=1):

@@ -31,8 +31,9 @@ def text(
 ) -> Datasets:
     """Documents end to end, each closed by EOS, cut into rows of `max_seq_len` tokens.
 
-    `files` are paths, directories or globs of `.txt` (a file is a document), `.jsonl`, `.ndjson`, `.json`, `.csv`,
-    `.parquet` and `.arrow` files (a row is a document). Or `hub_id`, with `hub_config` and `split` (default
+    `files` are paths, directories or globs, from the working directory, of `.txt` (a file is a document), `.jsonl`,
+    `.ndjson`, `.json`, `.csv`, `.parquet` and `.arrow` files (a row is a document). A directory stands for all such
+    files in it and below, sorted. Or `hub_id`, with `hub_config` and `split` (default
     `train`), names a data set on the Hub. A row's text is its `field` (default `text`) or a `template` over its
     fields, such as `"{question}\\n{answer}"`.
 

@@ -87,6 +87,8 @@ def test_a_json_list(tmp_path: Path) -> None:
     ]
     with pytest.raises(InputError, match=r"not valid JSON: .*\(line 2, column 3\)"):
         texts(write(tmp_path / "b.json", '[{"text": "a"},\n {]'))
+    with pytest.raises(InputError, match=r"d\.json:1: not valid JSON: .*; a \.json file holds a list of objects"):
+        texts(write(tmp_path / "d.json", '{\n "data": [{"text": "a"}]\n}'))
     with pytest.raises(InputError, match="row 2: a row must be a JSON object"):
         texts(write(tmp_path / "c.json", '[{"text": "a"}, 3]'))
 
