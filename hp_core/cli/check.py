@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hp_core.errors import InputError, Problem
 
 if TYPE_CHECKING:
     from hp_core.config import TrainerConfig
+    from hp_core.config.node import MapNode
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -16,19 +21,48 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="check a recipe",
         description="Report every error of a recipe, each with file, line and column. Dotted overrides "
         "(--training.seed=1) are checked with it. Exit code 0 if there is none, 2 otherwise.",
+        allow_abbrev=False,
     )
     parser.add_argument("recipe", help="the recipe file")
-    parser.set_defaults(func=run, overrides=[])
+    parser.add_argument(
+        "-p", "--plugin", action="append", default=[], metavar="NAME", help="a plugin to activate besides the recipe's"
+    )
+    parser.set_defaults(func=run, takes_overrides=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the recipe; raises `InputError` with every problem."""
-    from hp_core.config import load_recipe
+    """Check the recipe and load its plugins; raises `InputError` with every problem."""
+    from hp_core.config.loader import examine
 
-    recipe = load_recipe(args.recipe, args.overrides)
+    found = examine(args.recipe, args.overrides)
+    if found.tree is not None:
+        base_dir = Path(args.recipe).resolve().parent
+        found = found.with_problems(_plugin_problems(found.tree, args.plugin, base_dir))
+    if found.recipe is None:
+        raise InputError(found.problems)
     print(f"{args.recipe}: ok")
-    print(summary(recipe.config))
+    print(summary(found.recipe.config))
     return 0
+
+
+def _plugin_problems(tree: MapNode, extra: Sequence[str], base_dir: Path) -> Sequence[Problem]:
+    from hp_core.config.node import ListNode, ScalarNode
+    from hp_core.plugins import load_plugins
+
+    plugins = tree.get("plugins")
+    items = plugins.items if isinstance(plugins, ListNode) else ()
+    nodes = {
+        index: node for index, node in enumerate(items) if isinstance(node, ScalarNode) and isinstance(node.value, str)
+    }
+    if len(nodes) < len(items):
+        return ()  # it is wrong already, and the places of the rest would be, too
+    names = [str(node.value) for node in nodes.values()]
+    origins = {f"plugins[{index}]": node.origin for index, node in nodes.items()}
+    try:
+        load_plugins([*names, *extra], origins=origins, base_dir=base_dir)
+    except InputError as error:
+        return error.problems
+    return ()
 
 
 def summary(config: TrainerConfig) -> str:

@@ -12,11 +12,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="print a recipe with everything resolved",
         description="Print the recipe with bases merged, overrides applied and defaults filled in, each value with "
         "its origin. Values from the environment appear as their ${env:...} expressions.",
+        allow_abbrev=False,
     )
     parser.add_argument("recipe", help="the recipe file")
     parser.add_argument("--diff", metavar="OTHER", help="print what differs from another recipe instead")
     parser.add_argument("--json", action="store_true", help="print JSON, without origins")
-    parser.set_defaults(func=run, overrides=[])
+    parser.set_defaults(func=run, takes_overrides=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hp_core.config.loader import Recipe
+from hp_core.config.models import TrainerConfig
 from hp_core.config.node import MapNode, Node, ScalarNode, to_data
 from hp_core.config.path import Path, format_path
 from hp_core.config.render import inline_text
@@ -18,7 +19,8 @@ def differences(left: Recipe, right: Recipe) -> list[str]:
     """
     before, after = dict(_values(resolved_tree(left))), dict(_values(resolved_tree(right)))
     lines: list[str] = []
-    for path in dict.fromkeys((*before, *after)):
+    roots = list(TrainerConfig.model_fields)
+    for path in sorted(dict.fromkeys((*before, *after)), key=lambda path: roots.index(str(path[0]))):
         old, new = before.get(path), after.get(path)
         if _is_longer(path, before if old is None else after if new is None else {}):
             continue  # an empty list or mapping on one side; the other side's values have their own lines

@@ -56,21 +56,54 @@ def load_recipe(
 
     Raises `InputError` with everything that is wrong, in the order of the file.
     """
+    found = examine(path, overrides, components=components, env=env)
+    if found.recipe is None:
+        raise InputError(found.problems)
+    return found.recipe
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What came of reading a recipe: the recipe, or else its problems in the order of the file.
+
+    `tree` is as far as it got, None if a file can't be read.
+    """
+
+    recipe: Recipe | None
+    tree: MapNode | None
+    files: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+    def with_problems(self, problems: Iterable[Problem]) -> Examination:
+        """Return a copy that has these problems as well, and therefore no recipe if there are any."""
+        ordered = _in_order((*self.problems, *problems), self.files)
+        return replace(self, recipe=None if ordered else self.recipe, problems=tuple(ordered))
+
+
+def examine(
+    path: str | pathlib.Path,
+    overrides: Sequence[str] = (),
+    *,
+    components: Components | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Examination:
+    """Load and check a recipe as `load_recipe` does, but return its problems."""
     variables = os.environ if env is None else env
     options, problems = parse_overrides(overrides, variables)
     base = next((option.node for option in options if option.path == ("base",)), None)
     source = read_source(str(path), variables, base)
     problems += source.problems
+    files = tuple(source.files)
     if source.tree is None:
-        raise InputError(_in_order(problems, source.files))
+        return Examination(None, None, files, tuple(_in_order(problems, files)))
     tree, found = apply_overrides(source.tree, (option for option in options if option.path != ("base",)))
     problems += found
     tree = add_defaults(_spelt_out(tree))
     tree, config, found = _validated(tree, components or Components.discover(), variables)
     problems += found
-    if problems or config is None:
-        raise InputError(_in_order(_concealed(problems, tree), source.files))
-    return Recipe(pathlib.Path(path), tree, config, tuple(source.files))
+    ordered = tuple(_in_order(_concealed(problems, tree), files))
+    recipe = None if ordered or config is None else Recipe(pathlib.Path(path), tree, config, files)
+    return Examination(recipe, tree, files, ordered)
 
 
 def _spelt_out(tree: MapNode) -> MapNode:

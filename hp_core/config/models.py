@@ -175,6 +175,12 @@ class TrainerConfig(Section):
     trackers: list[Target] = Field([], description="Where metrics go besides the run's own files.")
     launch: LaunchConfig = Field(LaunchConfig(), description="Processes to start when nothing else starts them.")
 
+    def targets(self) -> tuple[Target, ...]:
+        """Return every component that the recipe names."""
+        data = (self.dataset.source, self.dataset.tokenizer, self.dataloader.loader, self.dataloader.collate_fn)
+        named = (self.trainer, self.model, self.loss_fn, self.optimizer, self.lr_scheduler, *data, *self.trackers)
+        return tuple(target for target in named if target is not None)
+
 
 # Root keys of the recipe language that this version doesn't implement: any content is an error.
 RESERVED_KEYS = (

@@ -29,15 +29,9 @@ def resolved_yaml(recipe: Recipe, *, origins: bool = False) -> str:
     What came from the environment appears as its expression. With `origins`, each value is followed by where it was
     written, and the arguments that a component section leaves out appear, with their defaults, as comments.
     """
-    renderer = _Renderer(resolved_tree(recipe), _targets(recipe) if origins else None)
+    targets = {target.section: target for target in recipe.config.targets()}
+    renderer = _Renderer(resolved_tree(recipe), targets if origins else None)
     return "\n".join(renderer.lines()) + "\n"
-
-
-def _targets(recipe: Recipe) -> dict[str, Target]:
-    config = recipe.config
-    settings = (config.dataset.source, config.dataset.tokenizer, config.dataloader.loader, config.dataloader.collate_fn)
-    plain = (config.trainer, config.model, config.loss_fn, config.optimizer, config.lr_scheduler, *config.trackers)
-    return {target.section: target for target in (*plain, *settings) if target is not None}
 
 
 class _Renderer:
