@@ -99,7 +99,7 @@ def examine(
     tree, found = apply_overrides(source.tree, (option for option in options if option.path != ("base",)))
     problems += found
     tree = add_defaults(_spelt_out(tree))
-    tree, config, found = _validated(tree, components or Components.discover(), variables)
+    tree, config, found = _validated(tree, Components.discover() if components is None else components, variables)
     problems += found
     ordered = tuple(_in_order(_concealed(problems, tree), files))
     recipe = None if ordered or config is None else Recipe(pathlib.Path(path), tree, config, files)

@@ -40,7 +40,9 @@ _SCALAR_TAGS: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
 }
 _ODD_CHARACTER = "found character "
+_BLOCK_ENDS = "expected <block end>, but found "
 _MERGE = "<<"
+_MAX_DEPTH = 100  # what walks the tree is recursive
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,6 @@ class _Reader:
             root = self._document()
         except YAMLError as error:
             return Document(None, (*self.problems, self._syntax_problem(error)))
-        except RecursionError:
-            return Document(None, (Problem("is nested too deeply", origin=self.locate(1, 1)),))
         return Document(root, tuple(self.problems), self.end)
 
     def _document(self) -> Node | None:
@@ -109,6 +109,8 @@ class _Reader:
         return root
 
     def _node(self, event: Event, path: Path) -> Node:
+        if len(path) > _MAX_DEPTH:
+            raise MarkedYAMLError(problem="is nested too deeply", problem_mark=event.start_mark)
         if isinstance(event, AliasEvent):
             return self._alias(event, path)
         if isinstance(event, ScalarEvent):
@@ -247,11 +249,11 @@ class _Reader:
         mark = error.problem_mark
         lines = self.text.splitlines() or [""]
         line = lines[min(mark.line, len(lines) - 1)]
-        message, hint = _explain(str(error.problem), line, error.context_mark)
+        message, hint = _explain(str(error.problem), line, mark, error.context_mark)
         return Problem(message, origin=self.locate(mark.line + 1, mark.column + 1), hint=hint)
 
 
-def _explain(problem: str, line: str, context: StringMark | None) -> tuple[str, str]:
+def _explain(problem: str, line: str, mark: StringMark, context: StringMark | None) -> tuple[str, str]:
     """Return a message and a hint for a YAML syntax error on this line."""
     if problem.startswith(_ODD_CHARACTER):
         character = problem.removeprefix(_ODD_CHARACTER).partition(" that")[0]
@@ -262,7 +264,12 @@ def _explain(problem: str, line: str, context: StringMark | None) -> tuple[str, 
         return problem, 'inside [ ] and { } write the expression in quotes: "${env:NAME}"'
     if problem.startswith("mapping values are not allowed"):
         return "a second ': ' in one line", "quote a text that holds ': '"
-    started = f" (it began on line {context.line + 1})" if context is not None else ""
+    problem = problem.replace("'<stream end>'", "the end")
+    if problem.startswith(_BLOCK_ENDS):
+        return f"did not expect {problem.removeprefix(_BLOCK_ENDS)} here", "check the indentation and the quotes"
+    if problem == "could not find expected ':'" and context is not None:
+        return f"line {context.line + 1} has no ': ' after its key", ""
+    started = f" (it began on line {context.line + 1})" if context is not None and context.line != mark.line else ""
     return f"{problem}{started}", ""
 
 

@@ -118,7 +118,8 @@ class _Resolver:
         """Report a name or import path; where it came from the environment, without the details, which show it."""
         shown = _shown_name(node, key)
         if shown == to_data(node)[key]:
-            self._report(problem.message, (key,), problem.hint)
+            hint = "nothing is written null" if shown.casefold() == "none" else problem.hint
+            self._report(problem.message, (key,), hint)
         else:
             self._report(f"the value of {shown!r} names no component that can be imported", (key,))
 
@@ -130,9 +131,9 @@ class _Resolver:
             if key in self.section.runtime_arguments:
                 self._report("is provided by the trainer", (key,), "remove it", key=True)
             elif key not in parameters and not signature.is_open:
-                meant.add(nearest(key, parameters))
-                accepted = f"accepted: {', '.join(sorted(parameters)) or 'none'}"
-                hint = f"{did_you_mean(key, parameters)} {accepted}".strip()
+                choices = sorted((*parameters, *self.section.settings))
+                meant.add(nearest(key, choices))
+                hint = f"{did_you_mean(key, choices)} accepted: {', '.join(choices) or 'none'}".strip()
                 self._report(f"unknown argument of {spelling!r}", (key,), hint, key=True)
             elif key not in parameters:
                 known[key] = Parameter(key, Any, None)

@@ -22,7 +22,7 @@ def read_value(text: str, origin: Origin) -> Node:
         raise ValueSyntaxError("block text doesn't fit here")
     if text.lstrip().startswith("&"):
         raise ValueSyntaxError("YAML would cut the text that begins with '&'")
-    document = read_yaml(f"{_KEY}{text}\n", lambda line, column: origin)
+    document = read_yaml(f"{_KEY}{text}", lambda line, column: origin)
     if document.problems:
         raise ValueSyntaxError(document.problems[0].message)
     root = document.root

@@ -174,6 +174,8 @@ def _problem(
     if finding.kind in _MISSING_TYPES:
         if isinstance(finding.last, int):
             return Problem(f"has too few items: item {finding.last} is missing", format_path(full), origin)
+        null = (*finding.path, str(finding.last))  # a null where one is no value counts as missing
+        origin = nearest_origin(node, null, key=True) if find(node, null) is not None else origin
         return Problem("required key is missing", format_path((*full, str(finding.last))), origin)
     value = find(node, finding.path)
     assert value is not None
