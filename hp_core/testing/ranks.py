@@ -8,7 +8,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -27,6 +27,7 @@ PRELOAD = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "hp_core.training.session",
 )
 
 
@@ -34,19 +35,26 @@ class RankError(AssertionError):
     """A rank failed; the message holds the traceback of the first that did."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    preload: Sequence[str] = PRELOAD,
+) -> list[Any]:
     """Call `function(environment, *args)` in `world_size` processes and return what each returned, by rank.
 
     Args:
         function: importable by name (pickled); `environment` is its `ProcessEnvironment`, for
             `hp_core.parallel.setup.distributed` or `hp_core.training.session.train`.
         timeout: seconds after which every rank is killed.
+        preload: modules that the server imports; only the first call of a process can choose them.
 
     Raises:
         RankError: a rank raised, was killed or ran past the timeout.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
+    context.set_forkserver_preload(list(preload))
     # The store lives here, so that no rank's end can take it from the others, and its port is never guessed.
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     ranks = [_start(context, function, rank, world_size, store.port, args) for rank in range(world_size)]

@@ -1,0 +1,89 @@
+"""Components that only tests use: numbered rows with gaps in their labels, and losses that break on purpose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hp_core.data.protocols import Datasets
+
+IGNORED = -100
+
+
+class NumberedRows:
+    """`num_rows` rows; row r holds r, r + 1, … and its labels those shifted by one, except where it is `silent`."""
+
+    report = None
+
+    def __init__(self, num_rows: int, length: int, vocab: int, silent: set[int]) -> None:
+        self.num_rows, self.max_seq_len, self.vocab, self.silent = num_rows, length, vocab, silent
+        self.fingerprint = f"numbered-{num_rows}-{length}-{vocab}-{sorted(silent)}"
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        # Rows differ in length of what is learnt, so that a mean of means would show.
+        ids = (np.arange(self.max_seq_len + 1) * (index + 2) + index) % self.vocab
+        labels = ids[1:].copy()
+        labels[: index % (self.max_seq_len - 2)] = IGNORED
+        if index in self.silent:
+            labels[:] = IGNORED
+        positions = np.arange(self.max_seq_len)
+        return {"index": index, "input_ids": ids[:-1], "labels": labels, "position_ids": positions}
+
+
+def numbered_rows(
+    num_rows: int = 24,
+    length: int = 16,
+    vocab: int = 96,
+    silent: list[int] | None = None,
+    validation_rows: int = 0,
+    validation_silent: list[int] | None = None,
+) -> Datasets:
+    validation = NumberedRows(validation_rows, length, vocab, set(validation_silent or [])) if validation_rows else None
+    return Datasets(NumberedRows(num_rows, length, vocab, set(silent or [])), validation)
+
+
+class FaultyLoss(nn.Module):
+    """A mean loss that is `value` the `call`-th time that `rank` calls it."""
+
+    def __init__(self, rank: int, call: int, value: str = "nan", times: int = 1) -> None:
+        super().__init__()
+        self.rank, self.calls = rank, range(call, call + times)
+        self.value = float(value)
+        self.count = 0
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if dist.get_rank() == self.rank and self.count in self.calls:
+            return model_output.loss * self.value
+        return model_output.loss
+
+
+class TwoPartLoss(nn.Module):
+    """A dict of two sums, the second a tenth of the first."""
+
+    reduction = "sum"
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        loss = nn.functional.cross_entropy(model_output.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"main_loss": loss, "tenth_loss": loss / 10}
+
+
+class RaisingLoss(nn.Module):
+    """Raises on one rank at its `call`-th call."""
+
+    def __init__(self, rank: int = 1, call: int = 2) -> None:
+        super().__init__()
+        self.rank, self.call, self.count = rank, call, 0
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if dist.get_rank() == self.rank and self.count == self.call:
+            raise RuntimeError("the loss broke")
+        return model_output.loss
