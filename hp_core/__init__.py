@@ -1,1 +1,73 @@
-"""The contract and the engine of HyperParallel."""
+"""HyperParallel: train transformers models from one YAML recipe, on one CPU or a thousand GPUs.
+
+This module is the public API. Importing it is cheap: what needs torch is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hp_core.errors import ArgumentError, HpError, InputError, Origin, Problem, RunError
+from hp_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from hp_core.config import Recipe, Target, TrainerConfig, load_recipe
+    from hp_core.data.protocols import Datasets, MeshContext, RowDataset, Tokenizer
+    from hp_core.observe.trackers import Tracker
+    from hp_core.parallel.fsdp import shard_model
+    from hp_core.parallel.setup import DistributedSetup
+    from hp_core.training.base import BaseTrainer
+    from hp_core.training.loss import ModelOutputLoss
+    from hp_core.training.run import Run
+
+_LAZY = {
+    "BaseTrainer": "hp_core.training.base",
+    "Datasets": "hp_core.data.protocols",
+    "DistributedSetup": "hp_core.parallel.setup",
+    "MeshContext": "hp_core.data.protocols",
+    "ModelOutputLoss": "hp_core.training.loss",
+    "Recipe": "hp_core.config",
+    "RowDataset": "hp_core.data.protocols",
+    "Run": "hp_core.training.run",
+    "Target": "hp_core.config",
+    "Tokenizer": "hp_core.data.protocols",
+    "Tracker": "hp_core.observe.trackers",
+    "TrainerConfig": "hp_core.config",
+    "load_recipe": "hp_core.config",
+    "shard_model": "hp_core.parallel.fsdp",
+}
+
+__all__ = [
+    "ArgumentError",
+    "BaseTrainer",
+    "Datasets",
+    "DistributedSetup",
+    "HpError",
+    "InputError",
+    "MeshContext",
+    "ModelOutputLoss",
+    "Origin",
+    "Problem",
+    "Recipe",
+    "RowDataset",
+    "Run",
+    "RunError",
+    "Target",
+    "Tokenizer",
+    "Tracker",
+    "TrainerConfig",
+    "hookimpl",
+    "load_recipe",
+    "shard_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'hp_core' has no attribute {name!r}")
+    return vars(import_module(_LAZY[name]))[name]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hp_core.errors import InputError, Problem
+from hp_core.cli.checked import checked_recipe
 
 if TYPE_CHECKING:
     from hp_core.config import TrainerConfig
-    from hp_core.config.node import MapNode
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,37 +29,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Check the recipe and load its plugins; raises `InputError` with every problem."""
-    from hp_core.config.loader import examine
-
-    found = examine(args.recipe, args.overrides)
-    if found.tree is not None:
-        base_dir = Path(args.recipe).resolve().parent
-        found = found.with_problems(_plugin_problems(found.tree, args.plugin, base_dir))
-    if found.recipe is None:
-        raise InputError(found.problems)
+    recipe = checked_recipe(args.recipe, args.overrides, args.plugin)
     print(f"{args.recipe}: ok")
-    print(summary(found.recipe.config))
+    print(summary(recipe.config))
     return 0
-
-
-def _plugin_problems(tree: MapNode, extra: Sequence[str], base_dir: Path) -> Sequence[Problem]:
-    from hp_core.config.node import ListNode, ScalarNode
-    from hp_core.plugins import load_plugins
-
-    plugins = tree.get("plugins")
-    items = plugins.items if isinstance(plugins, ListNode) else ()
-    nodes = {
-        index: node for index, node in enumerate(items) if isinstance(node, ScalarNode) and isinstance(node.value, str)
-    }
-    if len(nodes) < len(items):
-        return ()  # it is wrong already, and the places of the rest would be, too
-    names = [str(node.value) for node in nodes.values()]
-    origins = {f"plugins[{index}]": node.origin for index, node in nodes.items()}
-    try:
-        load_plugins([*names, *extra], origins=origins, base_dir=base_dir)
-    except InputError as error:
-        return error.problems
-    return ()
 
 
 def summary(config: TrainerConfig) -> str:

@@ -22,6 +22,7 @@ exit codes: 0 done, 1 the run failed, 2 the recipe, command line or plugins are 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _find_modules_here()
     try:
         known, overrides = _split(arguments)
         args = _parser().parse_args(_with_command(known))
@@ -37,6 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe (head) went away; python would complain again while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _find_modules_here() -> None:
+    """Let a recipe name modules of the working directory, behind everything that is installed.
+
+    The same for every way to start: a console script, `python -m`, torchrun's workers.
+    """
+    here = os.getcwd()
+    sys.path[:] = [entry for entry in sys.path if entry not in ("", here)] + [here]
 
 
 def _with_command(arguments: list[str]) -> list[str]:

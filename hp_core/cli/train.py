@@ -8,7 +8,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from hp_core.config import Recipe, load_recipe
+from hp_core.cli.checked import checked_recipe
+from hp_core.config import Recipe
 from hp_core.errors import EXIT_RUN_FAILED, HpError, InputError
 from hp_core.parallel.environment import ProcessEnvironment, detect
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc is not None:
         overrides.append(f"--launch.nproc={args.nproc}")
     try:
-        recipe = load_recipe(args.recipe, overrides)
+        recipe = checked_recipe(args.recipe, overrides, args.plugin)
         if environment.launcher == "none" and recipe.config.launch.nproc > 1:
             return _launch(recipe, args)
         if args.nproc is not None and environment.launcher != "none" and args.nproc > 1:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hp_core.checkpoint.layout import MANIFEST
-from hp_core.config import Recipe, Target, TrainerConfig
+from hp_core.config import Recipe, Target
 from hp_core.config.render import resolved_yaml
 from hp_core.errors import HpError, InputError
 from hp_core.observe.console import Console
@@ -53,7 +53,7 @@ def train(
         torch.set_num_threads(default_threads(1))
     with ExitStack() as stack:
         setup = stack.enter_context(distributed(environment, config))
-        components = [target.component for target in _targets(config) if target.component is not None]
+        components = [target.component for target in config.targets() if target.component is not None]
         facts = provenance(plugins, components)
         require_same_everywhere("plugins and their versions", sorted(_names(facts)), setup)
         directory = _directory(recipe, setup, overwrite)
@@ -88,21 +88,6 @@ def _be_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-
-
-def _targets(config: TrainerConfig) -> list[Target]:
-    single = [
-        config.trainer,
-        config.model,
-        config.loss_fn,
-        config.optimizer,
-        config.lr_scheduler,
-        config.dataset.source,
-        config.dataset.tokenizer,
-        config.dataloader.loader,
-        config.dataloader.collate_fn,
-    ]
-    return [target for target in (*single, *config.trackers) if target is not None]
 
 
 def _directory(recipe: Recipe, setup: DistributedSetup, overwrite: bool) -> RunDirectory:
