@@ -7,11 +7,14 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hp_core.cli.checked import checked_recipe
-from hp_core.config import Recipe
 from hp_core.errors import EXIT_RUN_FAILED, HpError, InputError
 from hp_core.parallel.environment import ProcessEnvironment, detect
+
+if TYPE_CHECKING:
+    from hp_core.config import Recipe
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
