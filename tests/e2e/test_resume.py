@@ -1,0 +1,173 @@
+"""Stop anywhere and go on: the same losses bit for bit, and every row once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hp_core.errors import InputError
+from hp_core.observe.trackers import read_metrics
+from hp_core.testing.ranks import RankError
+from tests.e2e.runs import hp_train, manifest, recipe, steps, train
+
+# Dropout draws from the random streams, the warm-up makes every learning rate different, and 10 rows in batches of 4
+# make an epoch of three steps, the last of them partial.
+SETTINGS = (
+    "--model.config.attention_dropout=0.2",
+    "--lr_scheduler={name: cosine, warmup_steps: 3}",
+    "--dataset.num_rows=10",
+    "--training={train_epochs: 3, global_batch_size: 4, seed: 3}",
+)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_stop_and_go_equals_the_unbroken_run_bit_for_bit(tmp_path, nproc):
+    path = recipe(tmp_path)
+    unbroken = train(path, *SETTINGS, nproc=nproc, out=tmp_path / "unbroken")
+    assert steps(unbroken, "step") == list(range(1, 10))
+    assert steps(unbroken, "samples") == [4, 8, 10, 14, 18, 20, 24, 28, 30]
+    assert steps(unbroken, "epoch") == [0, 0, 1, 1, 1, 2, 2, 2, 3]
+    out = tmp_path / "broken"
+    for stop_after in (1, 3, 4, 7, 9):
+        resume = [] if stop_after == 1 else ["--checkpoint.resume=latest"]
+        rows = train(path, *SETTINGS, f"--training.stop_after={stop_after}", *resume, nproc=nproc, out=out)
+    for name in ("step", "loss", "grad_norm", "lr", "tokens", "total_tokens", "samples", "epoch"):
+        assert steps(rows, name) == steps(unbroken, name), name
+
+
+def test_workers_change_nothing(tmp_path):
+    path = recipe(tmp_path)
+    plain = train(path, *SETTINGS, out=tmp_path / "plain")
+    for workers in (1, 3):
+        rows = train(path, *SETTINGS, f"--dataloader.num_workers={workers}", nproc=1, out=tmp_path / f"w{workers}")
+        assert steps(rows) == steps(plain)
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 4)])
+def test_another_number_of_ranks_goes_on_with_the_same_rows(tmp_path, first, second):
+    path = recipe(tmp_path)
+    settings = [*SETTINGS[1:]]
+    unbroken = train(path, *settings, out=tmp_path / "unbroken")
+    out = tmp_path / "broken"
+    train(path, *settings, "--training.stop_after=4", nproc=first, out=out)
+    rows = train(path, *settings, "--checkpoint.resume=latest", nproc=second, out=out)
+    assert steps(rows) == pytest.approx(steps(unbroken), abs=1e-5)
+    assert steps(rows, "samples") == steps(unbroken, "samples")
+    assert steps(rows, "lr") == steps(unbroken, "lr")
+
+
+def test_rows_past_the_checkpoint_are_taken_back(tmp_path):
+    path = recipe(tmp_path)
+    out = tmp_path / "run"
+    unbroken = train(path, "--checkpoint.save_every=2", out=out)
+    shutil.rmtree(out / "checkpoints" / "step_00000006")
+    rows = train(path, "--checkpoint.save_every=2", "--checkpoint.resume=latest", out=out)
+    assert steps(rows, "step") == [1, 2, 3, 4, 5, 6]
+    assert steps(rows) == steps(unbroken)
+
+
+def test_a_path_starts_a_new_run_elsewhere_from_a_checkpoint(tmp_path):
+    path = recipe(tmp_path)
+    first = train(path, "--checkpoint.save_every=3", out=tmp_path / "first")
+    checkpoint = tmp_path / "first" / "checkpoints" / "step_00000003"
+    rows = train(path, f"--checkpoint.resume={checkpoint}", out=tmp_path / "second")
+    assert steps(rows, "step") == [4, 5, 6]
+    assert steps(rows) == steps(first)[3:]
+
+
+def test_a_changed_learning_rate_acts_after_a_resume(tmp_path):
+    path = recipe(tmp_path)
+    out = tmp_path / "run"
+    train(path, "--training.stop_after=3", "--lr_scheduler=constant", out=out)
+    rows = train(path, "--checkpoint.resume=latest", "--optimizer.lr=5e-3", "--lr_scheduler=constant", out=out)
+    assert steps(rows, "lr") == [0.01] * 3 + [0.005] * 3
+
+
+def test_latest_without_a_checkpoint_starts_anew_and_says_so(tmp_path):
+    path = recipe(tmp_path)
+    done = hp_train(str(path), "--checkpoint.resume=latest", "--training.train_iters=1")
+    assert done.returncode == 0, done.stderr
+    assert "no complete checkpoint was found: starting at step 0" in done.stdout
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path):
+    path = recipe(tmp_path)
+    train(path, "--training.train_iters=2")
+    done = hp_train(str(path), "--training.train_iters=2", "--checkpoint.resume=latest")
+    assert done.returncode == 0, done.stderr
+    assert "nothing to do: the run has taken 2 of 2 steps" in done.stdout
+    assert steps(read_metrics(tmp_path / "run"), "step") == [1, 2]
+
+
+def test_incomplete_checkpoints_are_passed_over(tmp_path):
+    path = recipe(tmp_path)
+    unbroken = train(path, "--checkpoint.save_every=2", out=tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step_00000006"
+    (newest / ".metadata").unlink()
+    done = hp_train(str(path), "--checkpoint.save_every=2", "--checkpoint.resume=latest")
+    assert done.returncode == 0, done.stderr
+    assert f"passed over {newest}: incomplete" in done.stdout
+    assert "(step 4)" in done.stdout
+    assert steps(read_metrics(tmp_path / "run")) == steps(unbroken)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--dataset.num_rows=11"], "the training data is not what the run was trained on"),
+        (["--optimizer={name: sgd, lr: 0.1}"], "made with other plugins or components"),
+        (
+            ["--optimizer={name: sgd, lr: 0.1}", "--checkpoint.allow_plugin_changes=true"],
+            "written with AdamW, the recipe builds SGD",
+        ),
+        (["--model.config.hidden_size=64"], "can't be loaded into this model"),
+        (["--model.config.num_hidden_layers=1"], "optimizer state for 'model.layers.1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, changes, message):
+    path = recipe(tmp_path)
+    train(path, "--training.stop_after=2")
+    with pytest.raises((RankError, InputError)) as caught:
+        train(path, "--checkpoint.resume=latest", *changes)
+    assert message in str(caught.value)
+    assert "InputError" in str(caught.value)
+
+
+
+def test_a_path_that_holds_no_checkpoint_is_refused(tmp_path):
+    path = recipe(tmp_path)
+    with pytest.raises(RankError, match="can't resume from '/nowhere': no such directory"):
+        train(path, "--checkpoint.resume=/nowhere")
+
+
+def test_plugin_changes_can_be_allowed(tmp_path):
+    path = recipe(tmp_path)
+    (tmp_path / "quiet.py").write_text(
+        "from hp_core import hookimpl\n\n\n@hookimpl\ndef on_step_end(run, step):\n    del run, step\n"
+    )
+    train(path, "--training.stop_after=2")
+    again = ["--checkpoint.resume=latest", "--plugins=[./quiet.py]"]
+    with pytest.raises(RankError, match="plugin \\./quiet\\.py .* is new"):
+        train(path, *again)
+    rows = train(path, *again, "--checkpoint.allow_plugin_changes=true")
+    assert steps(rows, "step") == [1, 2, 3, 4, 5, 6]
+    assert [plugin["hooks"] for plugin in manifest(tmp_path / "run")["plugins"]] == [["on_step_end"]]
+
+
+def test_a_checkpoint_knows_its_plugins_and_position(tmp_path):
+    import json
+
+    path = recipe(tmp_path)
+    train(path, "--training.train_iters=2")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
+    assert {one["name"] for one in json.loads((checkpoint / "manifest.json").read_text())["components"]} >= {
+        "adamw",
+        "causal_lm",
+        "text",
+    }
+    state = json.loads((checkpoint / "trainer_state.json").read_text())["state"]
+    assert state["position"] == {"consumed": 8, "epoch": 0, "offset": 8}
+    assert state["step"] == state["updates"] == 2
+    assert not list(Path(checkpoint.parent).glob("*.tmp"))
