@@ -1,6 +1,6 @@
 """HyperParallel: train transformers models from one YAML recipe, on one CPU or a thousand GPUs.
 
-This module is the public API. Importing it is cheap: what needs torch is imported when it is first used.
+This module is the public API. Importing it is cheap: what it takes from elsewhere is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hp_core.errors import ArgumentError, HpError, InputError, Origin, Problem, RunError
-from hp_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from hp_core.config import Recipe, Target, TrainerConfig, load_recipe
     from hp_core.data.protocols import Datasets, MeshContext, RowDataset, Tokenizer
+    from hp_core.hookspecs import hookimpl
     from hp_core.observe.trackers import Tracker
     from hp_core.parallel.fsdp import shard_model
     from hp_core.parallel.setup import DistributedSetup
@@ -34,6 +34,7 @@ _LAZY = {
     "Tokenizer": "hp_core.data.protocols",
     "Tracker": "hp_core.observe.trackers",
     "TrainerConfig": "hp_core.config",
+    "hookimpl": "hp_core.hookspecs",
     "load_recipe": "hp_core.config",
     "shard_model": "hp_core.parallel.fsdp",
 }

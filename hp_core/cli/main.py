@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from hp_core.cli import check, config, plugins, schema, train
 from hp_core.errors import HpError, InputError, Problem
@@ -91,15 +91,21 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"hp-train {_version()}")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in _COMMANDS.values():
         command.add_parser(subparsers)
     return parser
 
 
-def _version() -> str:
-    try:
-        return version("hyperparallel")
-    except PackageNotFoundError:
-        return "(not installed)"
+class _ShowVersion(argparse.Action):
+    """Like argparse's own, but reads the metadata only when asked: importing its reader is a third of a start."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"hp-train {version('hyperparallel')}")
+        except PackageNotFoundError:
+            print("hp-train (not installed)")
+        parser.exit()
