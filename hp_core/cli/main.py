@@ -72,7 +72,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 _OPTIONS = frozenset(
-    {"--nproc", "--plugin", "--overwrite", "--diff", "--json", "--load", "--help", "--version", "--output"}
+    {"--nproc", "--plugin", "--overwrite", "--diff", "--json", "--load", "--strict", "--hooks", "--help", "--version"}
 )
 _COMMANDS = {"train": train, "check": check, "config": config, "schema": schema, "plugins": plugins}
 
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, prog="hp-train")
     for command in _COMMANDS.values():
         command.add_parser(subparsers)
     return parser

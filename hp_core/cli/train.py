@@ -68,7 +68,10 @@ def _launch(recipe: Recipe, args: argparse.Namespace) -> int:
     # What can be refused without processes is refused once, here.
     from hp_core.parallel.sizes import data_sizes
 
-    data_sizes(recipe.config.fsdp_config, recipe.config.launch.nproc)
+    try:
+        data_sizes(recipe.config.fsdp_config, recipe.config.launch.nproc)
+    except InputError as error:
+        raise recipe.located(error) from error
     command = [sys.executable, "-m", "hp_core", "train", str(Path(args.recipe)), *args.overrides]
     command += [f"--launch.nproc={recipe.config.launch.nproc}"] * (args.nproc is not None)
     command += [option for name in args.plugin for option in ("--plugin", name)]

@@ -40,6 +40,13 @@ class Recipe:
         """Return a problem with the value at a dotted path, with its position."""
         return Problem(message, path, self.origin(path), hint)
 
+    def located(self, error: InputError) -> InputError:
+        """Return the error with a position for each of its problems that names a value of this recipe."""
+        return InputError(
+            replace(problem, origin=self.origin(problem.path)) if problem.path and problem.origin is None else problem
+            for problem in error.problems
+        )
+
 
 def load_recipe(
     path: str | pathlib.Path,

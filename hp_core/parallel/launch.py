@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -36,6 +37,7 @@ def launch(command: list[str], config: LaunchConfig) -> int:
 
     The rank that failed first speaks, once; what follows from it in the other ranks is not shown.
     """
+    _quieten_the_launcher()
     threads = os.environ.get("OMP_NUM_THREADS") or str(default_threads(config.nproc))
     with tempfile.TemporaryDirectory(prefix="hp-train-") as folder:
         os.environ["HP_ERROR_FILE"] = str(Path(folder) / "error")
@@ -60,6 +62,13 @@ def launch(command: list[str], config: LaunchConfig) -> int:
             return 128 + int(error.sigval)
         finally:
             del os.environ["HP_ERROR_FILE"]
+
+
+def _quieten_the_launcher() -> None:
+    """Keep the elastic agent's own account of a failure off the terminal: the first cause is told once, below."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def write_error(path: Path, rank: int, code: int, text: str) -> None:

@@ -63,8 +63,8 @@ class BaseTrainer:
         self.tokenizer = None
         self.transform = None
 
-    def fit(self, run: Run) -> Report:
-        """Build everything, restore if the run resumes, and train. Every rank calls it."""
+    def build(self, run: Run) -> None:
+        """Build everything, and restore if the run resumes. Every rank calls it, then `train`."""
         self.run = run
         self._setup()
         self._build_model()
@@ -78,7 +78,6 @@ class BaseTrainer:
         self._build_optimizer()
         self._build_lr_scheduler()
         self._restore()
-        return self.train()
 
     # Stages, in build order.
 

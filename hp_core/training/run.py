@@ -27,7 +27,7 @@ class Run:
     """One run as plugins see it (`run` in the observer hooks).
 
     `state` holds the counters and `metrics` the last logged row; `model` and `optimizer` are set once they are
-    built. Trackers live on the main rank only.
+    built. The directory is made and the trackers are there (on the main rank only) when training starts: `is_open`.
     """
 
     recipe: Recipe
@@ -41,6 +41,7 @@ class Run:
     metrics: dict[str, Any] = field(default_factory=dict)
     model: nn.Module | None = None
     optimizer: Optimizer | None = None
+    is_open: bool = False
 
     @property
     def config(self) -> TrainerConfig:
@@ -48,9 +49,9 @@ class Run:
         return self.recipe.config
 
     def record(self, **facts: Any) -> None:
-        """Add facts to the run's manifest, in memory and in its directory."""
+        """Add facts to the run's manifest, and write it once the run has a directory."""
         self.manifest.update(facts)
-        if self.setup.environment.is_main:
+        if self.is_open and self.setup.environment.is_main:
             write_json(self.directory.path / MANIFEST, self.manifest)
 
     def log(self, metrics: Mapping[str, Any]) -> None:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hp_core.checkpoint.layout import MANIFEST
-from hp_core.config import Recipe, Target
+from hp_core.config import Recipe
 from hp_core.config.render import resolved_yaml
 from hp_core.errors import HpError, InputError
 from hp_core.observe.console import Console
-from hp_core.observe.run_directory import RECIPE_FILE, RunDirectory, choose, prepare, versions, write_json
-from hp_core.observe.trackers import JsonlTracker, Tracker
+from hp_core.observe.run_directory import RECIPE_FILE, RunDirectory, choose, prepare, versions
+from hp_core.observe.trackers import JsonlTracker
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.setup import DistributedSetup, default_threads, distributed
-from hp_core.plugins import Plugins, load_plugins, provenance
+from hp_core.plugins import load_plugins, provenance
 from hp_core.training.base import BaseTrainer
 from hp_core.training.defaults import DefaultHooks
 from hp_core.training.run import Report, Run, from_main, require_same_everywhere
@@ -40,6 +38,19 @@ def train(
     Raises:
         HpError: with the exit code and the text for the user.
     """
+    try:
+        return _train(recipe, environment, extra_plugins, overwrite, command)
+    except InputError as error:
+        raise recipe.located(error) from error
+
+
+def _train(
+    recipe: Recipe,
+    environment: ProcessEnvironment,
+    extra_plugins: Sequence[str],
+    overwrite: bool,
+    command: Sequence[str],
+) -> Report:
     config = recipe.config
     plugins = load_plugins(
         [*config.plugins, *extra_plugins],
@@ -51,32 +62,32 @@ def train(
         _be_deterministic()
     if "OMP_NUM_THREADS" not in os.environ and environment.launcher == "none":
         torch.set_num_threads(default_threads(1))
-    with ExitStack() as stack:
-        setup = stack.enter_context(distributed(environment, config))
+    with distributed(environment, config) as setup:
         components = [target.component for target in config.targets() if target.component is not None]
         facts = provenance(plugins, components)
         require_same_everywhere("plugins and their versions", sorted(_names(facts)), setup)
         directory = _directory(recipe, setup, overwrite)
         _check_plugins_of_checkpoint(directory, facts, config.checkpoint.allow_plugin_changes)
-        manifest = _manifest(recipe, setup, facts, command)
-        trackers = _trackers(recipe, directory, setup, manifest, overwrite)
-        for tracker in trackers:
-            stack.callback(tracker.close)
-        trainer: BaseTrainer = config.trainer.build(config=config)
         console = Console(enabled=setup.environment.is_main)
-        run = Run(recipe, plugins, setup, directory, console, manifest, trackers)
         for message in directory.messages:
             console.say(message)
-        console.say(f"run directory: {directory.path}")
-        return _fit(trainer, run, plugins)
+        run = Run(recipe, plugins, setup, directory, console, _manifest(recipe, setup, facts, command))
+        try:
+            return _fit(config.trainer.build(config=config), run, overwrite)
+        finally:
+            for tracker in run.trackers:
+                tracker.close()
 
 
-def _fit(trainer: BaseTrainer, run: Run, plugins: Plugins) -> Report:
+def _fit(trainer: BaseTrainer, run: Run, overwrite: bool) -> Report:
     try:
-        return trainer.fit(run)
+        trainer.build(run)
+        # Not before everything is built: a recipe that can't be built leaves no directory in the way of the next try.
+        _open(run, overwrite)
+        return trainer.train()
     except Exception as error:
         try:
-            plugins.hook.on_exception(run=run, error=error)
+            run.plugins.hook.on_exception(run=run, error=error)
         except HpError as second:
             # What ended the run matters more than what a plugin made of it.
             run.console.say(f"while the run was ending: {second}")
@@ -133,21 +144,22 @@ def _manifest(
     }
 
 
-def _trackers(
-    recipe: Recipe, directory: RunDirectory, setup: DistributedSetup, manifest: dict[str, Any], overwrite: bool
-) -> list[Tracker]:
-    if not setup.environment.is_main:
-        return []
+def _open(run: Run, overwrite: bool) -> None:
+    """Make the run's directory and its trackers, on the main rank."""
+    directory, config = run.directory, run.config
+    run.is_open = True
+    if not run.setup.environment.is_main:
+        return
     prepare(directory, overwrite=overwrite)
-    (directory.path / RECIPE_FILE).write_text(resolved_yaml(recipe), encoding="utf-8")
-    write_json(directory.path / MANIFEST, manifest)
+    (directory.path / RECIPE_FILE).write_text(resolved_yaml(run.recipe), encoding="utf-8")
+    run.record()
     resume_step = None
     if directory.continues:
         resume_step = directory.checkpoint.step if directory.checkpoint else 0
-    trackers: list[Tracker] = [JsonlTracker(directory.path, resume_step)]
-    targets: Sequence[Target] = recipe.config.trackers
-    trackers += [target.build(run_dir=directory.path, config=recipe.config) for target in targets]
-    return trackers
+    run.trackers.append(JsonlTracker(directory.path, resume_step))
+    for target in config.trackers:
+        run.trackers.append(target.build(run_dir=directory.path, config=config))
+    run.console.say(f"run directory: {directory.path}")
 
 
 def _check_plugins_of_checkpoint(directory: RunDirectory, facts: Mapping[str, Any], allowed: bool) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from hp_core.cli.main import main
 from hp_core.observe.trackers import read_metrics
 from hp_core.testing.ranks import PRELOAD, run_ranks
 from tests.conftest import ROOT
@@ -76,7 +79,9 @@ def steps(rows: list[dict[str, Any]], name: str = "loss") -> list[Any]:
     return [row[name] for row in rows if name in row and "eval_loss" not in row]
 
 
-def hp_train(*arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def hp_train(
+    *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """`hp-train` as a user calls it."""
     return subprocess.run(
         [sys.executable, "-m", "hp_core", *arguments],
@@ -87,6 +92,18 @@ def hp_train(*arguments: str, cwd: Path | None = None, env: dict[str, str] | Non
         timeout=180,
         check=False,
     )
+
+
+def hp_train_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`hp-train` in this process, which saves the seconds that importing torch takes; one rank only."""
+    path = list(sys.path)
+    stdout, stderr = io.StringIO(), io.StringIO()
+    try:
+        with redirect_stdout(stdout), redirect_stderr(stderr):
+            code = main(arguments)
+    finally:
+        sys.path[:] = path
+    return subprocess.CompletedProcess(arguments, code, stdout.getvalue(), stderr.getvalue())
 
 
 def manifest(run: Path) -> dict[str, Any]:

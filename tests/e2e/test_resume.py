@@ -10,7 +10,7 @@ import pytest
 from hp_core.errors import InputError
 from hp_core.observe.trackers import read_metrics
 from hp_core.testing.ranks import RankError
-from tests.e2e.runs import hp_train, manifest, recipe, steps, train
+from tests.e2e.runs import hp_train_here, manifest, recipe, steps, train
 
 # Dropout draws from the random streams, the warm-up makes every learning rate different, and 10 rows in batches of 4
 # make an epoch of three steps, the last of them partial.
@@ -87,7 +87,7 @@ def test_a_changed_learning_rate_acts_after_a_resume(tmp_path):
 
 def test_latest_without_a_checkpoint_starts_anew_and_says_so(tmp_path):
     path = recipe(tmp_path)
-    done = hp_train(str(path), "--checkpoint.resume=latest", "--training.train_iters=1")
+    done = hp_train_here(str(path), "--checkpoint.resume=latest", "--training.train_iters=1")
     assert done.returncode == 0, done.stderr
     assert "no complete checkpoint was found: starting at step 0" in done.stdout
 
@@ -95,7 +95,7 @@ def test_latest_without_a_checkpoint_starts_anew_and_says_so(tmp_path):
 def test_a_finished_run_has_nothing_to_do(tmp_path):
     path = recipe(tmp_path)
     train(path, "--training.train_iters=2")
-    done = hp_train(str(path), "--training.train_iters=2", "--checkpoint.resume=latest")
+    done = hp_train_here(str(path), "--training.train_iters=2", "--checkpoint.resume=latest")
     assert done.returncode == 0, done.stderr
     assert "nothing to do: the run has taken 2 of 2 steps" in done.stdout
     assert steps(read_metrics(tmp_path / "run"), "step") == [1, 2]
@@ -106,7 +106,7 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path):
     unbroken = train(path, "--checkpoint.save_every=2", out=tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step_00000006"
     (newest / ".metadata").unlink()
-    done = hp_train(str(path), "--checkpoint.save_every=2", "--checkpoint.resume=latest")
+    done = hp_train_here(str(path), "--checkpoint.save_every=2", "--checkpoint.resume=latest")
     assert done.returncode == 0, done.stderr
     assert f"passed over {newest}: incomplete" in done.stdout
     assert "(step 4)" in done.stdout
@@ -135,7 +135,6 @@ def test_what_does_not_fit_is_refused(tmp_path, changes, message):
     assert "InputError" in str(caught.value)
 
 
-
 def test_a_path_that_holds_no_checkpoint_is_refused(tmp_path):
     path = recipe(tmp_path)
     with pytest.raises(RankError, match="can't resume from '/nowhere': no such directory"):
@@ -149,7 +148,7 @@ def test_plugin_changes_can_be_allowed(tmp_path):
     )
     train(path, "--training.stop_after=2")
     again = ["--checkpoint.resume=latest", "--plugins=[./quiet.py]"]
-    with pytest.raises(RankError, match="plugin \\./quiet\\.py .* is new"):
+    with pytest.raises(RankError, match=r"plugin \./quiet\.py .* is new"):
         train(path, *again)
     rows = train(path, *again, "--checkpoint.allow_plugin_changes=true")
     assert steps(rows, "step") == [1, 2, 3, 4, 5, 6]
