@@ -36,12 +36,12 @@ def detect(env: Mapping[str, str]) -> ProcessEnvironment:
     """Read the launcher's variables from `env`.
 
     Raises:
-        InputError: a launcher's variable is missing or is not a number.
+        InputError: a launcher's variable is missing, is not a number, or names a rank outside the world.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         return ProcessEnvironment(
             launcher="torchrun",
-            rank=_number(env, "RANK"),
+            rank=_rank(env, "RANK", "WORLD_SIZE"),
             world_size=_number(env, "WORLD_SIZE"),
             local_rank=_number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0,
             master_addr=_text(env, "MASTER_ADDR"),
@@ -53,24 +53,28 @@ def detect(env: Mapping[str, str]) -> ProcessEnvironment:
     if "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS") > 1:
         return ProcessEnvironment(
             launcher="slurm",
-            rank=_number(env, "SLURM_PROCID"),
+            rank=_rank(env, "SLURM_PROCID", "SLURM_NTASKS"),
             world_size=_number(env, "SLURM_NTASKS"),
             local_rank=_number(env, "SLURM_LOCALID"),
             master_addr=env.get("MASTER_ADDR") or first_host(_text(env, "SLURM_STEP_NODELIST")),
             # Jobs that share a node differ in their id; the range stays clear of the ephemeral ports.
-            master_port=int(env.get("MASTER_PORT") or 12000 + _number(env, "SLURM_JOB_ID") % 20000),
+            master_port=_number(env, "MASTER_PORT")
+            if env.get("MASTER_PORT")
+            else 12000 + _number(env, "SLURM_JOB_ID") % 20000,
         )
     return ProcessEnvironment()
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a Slurm node list: `gpu[03-07,12],login1` gives `gpu03`."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,\[]*))?", node_list)
+    """The first host of a Slurm node list: `gpu[03-07,12],login1` gives `gpu03`, `r[1-2]n[4-9]` gives `r1n4`.
+
+    Raises:
+        InputError: it is no node list.
+    """
+    match = re.match(r"(?:[^,\[\]]|\[\w[^\[\]]*\])+(?=,|$)", node_list)
     if match is None:
         raise InputError(f"SLURM_STEP_NODELIST: can't read the node list {node_list!r}")
-    prefix, ranges, suffix = match.groups()
-    first = re.split(r"[,-]", ranges)[0] if ranges else ""
-    return f"{prefix}{first}{suffix or ''}"
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group())
 
 
 def _text(env: Mapping[str, str], name: str) -> str:
@@ -78,6 +82,13 @@ def _text(env: Mapping[str, str], name: str) -> str:
     if not value:
         raise InputError(f"environment variable {name} is not set; start with torchrun, srun or `hp-train --nproc N`")
     return value
+
+
+def _rank(env: Mapping[str, str], name: str, size: str) -> int:
+    rank, world_size = _number(env, name), _number(env, size)
+    if not 0 <= rank < world_size:
+        raise InputError(f"environment variable {name}: rank {rank} is not one of {size} {world_size}")
+    return rank
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
