@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,10 +54,9 @@ def choose(*, recipe: Path, output_dir: str | None, resume: str | None, overwrit
         return _latest(fresh, where)
     if resume is not None:
         found = named(Path(resume))
-        assert found.newest is not None
-        home = found.newest.path.parent.parent
-        path = Path(output_dir) if output_dir else home
-        continues = path.resolve() == home.resolve()
+        home = _home(found)
+        path = Path(output_dir) if output_dir else home or fresh
+        continues = home is not None and path.resolve() == home.resolve()
         if not continues:
             _refuse_used(path, overwrite=False)
         return RunDirectory(path, found.newest, continues, _resumed(found))
@@ -109,6 +109,16 @@ def _latest(fresh: Path, where: list[Path]) -> RunDirectory:
     return RunDirectory(fresh, None, continues, (*passed, nothing))
 
 
+def _home(found: Search) -> Path | None:
+    """The run that a checkpoint belongs to; None for one that was copied out of its run."""
+    assert found.newest is not None
+    checkpoints = found.newest.path.parent
+    # A path relative to the folder itself has no names to go by.
+    if checkpoints.name != CHECKPOINTS:
+        checkpoints = checkpoints.resolve()
+    return checkpoints.parent if checkpoints.name == CHECKPOINTS else None
+
+
 def _resumed(found: Search) -> tuple[str, ...]:
     assert found.newest is not None
     passed = tuple(f"passed over {path}: incomplete" for path in found.passed_over)
@@ -116,8 +126,14 @@ def _resumed(found: Search) -> tuple[str, ...]:
 
 
 def _earlier_runs(recipe: Path) -> list[Path]:
-    """Runs of this recipe under `runs/`, newest first: their names end with the date and time."""
-    return sorted((path for path in Path("runs").glob(f"{run_name(recipe)}-*") if _holds_run(path)), reverse=True)
+    """Runs of this recipe under `runs/`, newest first: their names end with the date and time, and a number."""
+    name = re.compile(re.escape(run_name(recipe)) + r"-(\d{8}-\d{6})(?:-(\d+))?")
+    found: list[tuple[str, int, Path]] = []
+    for path in Path("runs").glob("*"):
+        match = name.fullmatch(path.name)
+        if match is not None and _holds_run(path):
+            found.append((match.group(1), int(match.group(2) or 1), path))
+    return [path for _, _, path in sorted(found, reverse=True)]
 
 
 def _refuse_used(path: Path, overwrite: bool) -> None:
