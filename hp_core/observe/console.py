@@ -17,7 +17,7 @@ class Console:
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
-        self._console = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._console = RichConsole(file=sys.stdout, highlight=False, emoji=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._first_step = 0
@@ -38,10 +38,12 @@ class Console:
             TimeElapsedColumn(),
             TextColumn("ETA {task.fields[eta]}"),
         )
-        with Progress(*columns, console=self._console) as self._progress:
-            self._task = self._progress.add_task("", total=num_steps, completed=first_step, numbers="", eta="-")
-            yield
-        self._progress = None
+        try:
+            with Progress(*columns, console=self._console) as self._progress:
+                self._task = self._progress.add_task("", total=num_steps, completed=first_step, numbers="", eta="-")
+                yield
+        finally:
+            self._progress = None
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
