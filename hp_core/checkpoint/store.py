@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from hp_core.checkpoint.tensors import (
     model_tensors,
     optimizer_scalars,
     optimizer_tensors,
+    require_same_names,
     restore_optimizers,
 )
 from hp_core.errors import InputError, RunError
@@ -48,21 +51,19 @@ def save_checkpoint(
     final = step_directory(run_directory, step)
     temporary = final.with_name(final.name + ".tmp")
     state = {**trainer_state, "optimizer_scalars": optimizer_scalars(model, optimizers)}
-    if setup.environment.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    setup.barrier()
-    try:
+    with _writing(final):
+        if setup.environment.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        setup.barrier()
         torch.save(random_state(), temporary / _random_file(setup.rank))
         dcp.save({**model_tensors(model), **optimizer_tensors(model, optimizers)}, checkpoint_id=temporary)
-    except (CheckpointException, OSError) as error:
-        raise RunError(f"can't write checkpoint {final}: {error}") from error
-    setup.barrier()
-    if setup.environment.is_main:
-        _write_json(temporary / TRAINER_STATE, state)
-        _write_json(temporary / MANIFEST, manifest)
-        _rename(temporary, final)
-    setup.barrier()
+        setup.barrier()
+        if setup.environment.is_main:
+            _write_json(temporary / TRAINER_STATE, state)
+            _write_json(temporary / MANIFEST, manifest)
+            _rename(temporary, final)
+        setup.barrier()
     return final
 
 
@@ -85,23 +86,50 @@ def load_checkpoint(
             f"{checkpoint.path}: written with {', '.join(written_by)}, the recipe builds "
             f"{', '.join(optimizer_names(optimizers))}; the optimizer's state can't be carried over"
         )
-    metadata = dcp.FileSystemReader(checkpoint.path).read_metadata()
+    with _reading(checkpoint.path):
+        metadata = dcp.FileSystemReader(checkpoint.path).read_metadata()
+        same_world = state["world_size"] == setup.world_size
+        random = torch.load(checkpoint.path / _random_file(setup.rank), weights_only=True) if same_world else None
+    tensors = model_tensors(model)
+    require_same_names(tensors, metadata, checkpoint.path)
     room = empty_optimizer_tensors(model, metadata)
-    try:
-        dcp.load({**model_tensors(model), **room}, checkpoint_id=checkpoint.path)
-    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-        raise InputError(f"{checkpoint.path}: can't be loaded into this model: {error}") from error
+    with _reading(checkpoint.path):
+        dcp.load({**tensors, **room}, checkpoint_id=checkpoint.path)
     restore_optimizers(model, optimizers, room, state["optimizer_scalars"])
-    if state["world_size"] != setup.world_size:
+    if random is None:
         seed_everything(seed, setup.dp_rank, checkpoint.step)
         return False
-    restore_random_state(torch.load(checkpoint.path / _random_file(setup.rank), weights_only=True))
+    restore_random_state(random)
     return True
 
 
 def optimizer_names(optimizers: list[Optimizer]) -> list[str]:
     """The optimizers' class names, as the checkpoint records them."""
     return [type(optimizer).__name__ for optimizer in optimizers]
+
+
+@contextmanager
+def _writing(final: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise RunError(f"can't write checkpoint {final}: {error}") from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    # Broken pickles raise whatever their bytes happen to spell; DCP's own exception is no Exception.
+    except (CheckpointException, Exception) as error:
+        raise InputError(f"{path}: can't be loaded into this model: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    # DCP's text is the failures of every rank with their tracebacks.
+    causes = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+    cause = causes[0][0] if causes else error
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def _random_file(rank: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,19 @@ def empty_optimizer_tensors(model: nn.Module, metadata: Metadata) -> dict[str, t
         else:
             room[name] = torch.empty(stored.size, dtype=dtype, device=parameter.device)
     return room
+
+
+def require_same_names(tensors: Iterable[str], metadata: Metadata, path: Path) -> None:
+    """Refuse a checkpoint whose model has other parameters or buffers than `tensors` names.
+
+    Raises:
+        InputError: names the first that one of them lacks.
+    """
+    stored = {name for name in metadata.state_dict_metadata if name.startswith(MODEL)}
+    wanted = set(tensors)
+    for names, what in ((wanted - stored, "not in the checkpoint"), (stored - wanted, "not in the recipe's model")):
+        if names:
+            raise InputError(f"{path}: made with another model: {min(names).removeprefix(MODEL)!r} is {what}")
 
 
 def restore_optimizers(
