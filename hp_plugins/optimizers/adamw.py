@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
-from hp_plugins.optimizers.groups import ParameterGroup, freeze, parameter_groups
+from hp_plugins.optimizers.groups import Beta, ParameterGroup, freeze, parameter_groups
 
 # The device types for which torch has a fused kernel.
 FUSED_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
@@ -22,7 +22,7 @@ class AdamW:
     def __init__(
         self,
         lr: Annotated[float, Field(gt=0, description="Peak learning rate.")],
-        betas: Annotated[tuple[float, float], Field(description="Decay of the two moments.")] = (0.9, 0.95),
+        betas: Annotated[tuple[Beta, Beta], Field(description="Decay of the two moments.")] = (0.9, 0.95),
         eps: Annotated[float, Field(gt=0, description="Added to the root of the second moment.")] = 1e-8,
         weight_decay: Annotated[
             float, Field(ge=0, description="Decay of matrices; norms, biases and embeddings are left out.")

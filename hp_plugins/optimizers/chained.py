@@ -30,3 +30,5 @@ class ChainedOptimizer(Optimizer):
         """The inverse of `state_dict`."""
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
+        # Loading gives each part new groups; a schedule must reach those, through the same list as before.
+        self.param_groups[:] = [group for optimizer in self.optimizers for group in optimizer.param_groups]

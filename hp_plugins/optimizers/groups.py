@@ -13,6 +13,9 @@ from transformers import PreTrainedModel
 from hp_core.errors import ArgumentError
 from hp_core.spelling import did_you_mean
 
+# The decay of a moment's running average.
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class ParameterGroup(BaseModel):
     """Settings for the parameters whose names match."""
@@ -43,9 +46,10 @@ def embeddings_and_head(model: nn.Module) -> set[nn.Parameter]:
 def not_decayed(model: nn.Module) -> set[nn.Parameter]:
     """Norms, biases and embeddings: vectors, whatever class holds them, and everything of an embedding or norm.
 
-    A head of its own is a matrix like any other and is decayed; one tied to the embedding is not.
+    A head of its own is a matrix like any other and is decayed; one tied to the embedding is not. The biases of fused
+    experts are stacked to matrices, so a bias is known by its name as well.
     """
-    exempt = {parameter for parameter in model.parameters() if parameter.ndim <= 1}
+    exempt = {p for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith("bias")}
     for module in model.modules():
         if isinstance(module, nn.Embedding) or "Norm" in type(module).__name__:
             exempt.update(module.parameters(recurse=False))
@@ -90,7 +94,9 @@ def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
         if name in claims and groups[claims[name]].frozen:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ArgumentError("groups", "every parameter is frozen: nothing is left to train")
+        raise ArgumentError(
+            "groups", "every parameter is frozen: nothing is left to train", "drop `frozen: true` from a group"
+        )
 
 
 def _claims(model: nn.Module, groups: Sequence[ParameterGroup]) -> dict[str, int]:
@@ -100,9 +106,8 @@ def _claims(model: nn.Module, groups: Sequence[ParameterGroup]) -> dict[str, int
         for pattern in group.patterns():
             matched = [name for name in names if fnmatchcase(name, pattern)]
             if not matched:
-                raise ArgumentError(
-                    f"groups[{index}].match", f"{pattern!r} matches no parameter", did_you_mean(pattern, names)
-                )
+                hint = did_you_mean(pattern, names) or f"the parameters are named like {names[0]!r}"
+                raise ArgumentError(f"groups[{index}].match", f"{pattern!r} matches no parameter", hint)
             for name in matched:
                 if claims.setdefault(name, index) != index:
                     raise ArgumentError(

@@ -13,7 +13,14 @@ from torch.optim import Optimizer
 from hp_core.errors import ArgumentError
 from hp_plugins.optimizers.adamw import FUSED_DEVICES
 from hp_plugins.optimizers.chained import ChainedOptimizer
-from hp_plugins.optimizers.groups import ParameterGroup, embeddings_and_head, freeze, parameter_groups
+from hp_plugins.optimizers.groups import (
+    Beta,
+    ParameterGroup,
+    embeddings_and_head,
+    freeze,
+    not_decayed,
+    parameter_groups,
+)
 
 
 class Muon:
@@ -29,7 +36,7 @@ class Muon:
         adamw_lr: Annotated[float, Field(gt=0, description="Peak learning rate of everything else.")],
         momentum: Annotated[float, Field(ge=0, lt=1, description="Decay of the momentum.")] = 0.95,
         nesterov: Annotated[bool, Field(description="Look ahead along the momentum.")] = True,
-        ns_steps: Annotated[int, Field(ge=1, description="Newton-Schulz iterations.")] = 5,
+        ns_steps: Annotated[int, Field(ge=1, lt=100, description="Newton-Schulz iterations.")] = 5,
         adjust_lr_fn: Annotated[
             Literal["original", "match_rms_adamw"],
             Field(description="How the rate depends on a matrix's shape; match_rms_adamw suits rates tuned for AdamW."),
@@ -37,16 +44,16 @@ class Muon:
         weight_decay: Annotated[
             float, Field(ge=0, description="Decay of matrices; norms, biases and embeddings are left out.")
         ] = 0.1,
-        adamw_betas: Annotated[tuple[float, float], Field(description="Decay of AdamW's moments.")] = (0.9, 0.95),
+        adamw_betas: Annotated[tuple[Beta, Beta], Field(description="Decay of AdamW's moments.")] = (0.9, 0.95),
         adamw_eps: Annotated[float, Field(gt=0, description="AdamW's epsilon.")] = 1e-8,
         groups: Annotated[Sequence[ParameterGroup], Field(description="Other settings by parameter name.")] = (),
         *,
         model: nn.Module,
     ) -> None:
         freeze(model, groups)
-        ends = embeddings_and_head(model)
+        vectors = embeddings_and_head(model) | not_decayed(model)
         named = list(model.named_parameters())
-        matrices = [(name, p) for name, p in named if p.requires_grad and p.ndim == 2 and p not in ends]
+        matrices = [(name, p) for name, p in named if p.requires_grad and p.ndim == 2 and p not in vectors]
         if not matrices:
             raise ArgumentError("name", "the model has no trainable matrix for Muon", "write name: adamw")
         chosen = {parameter for _, parameter in matrices}

@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
+from hp_core.errors import ArgumentError
 from hp_plugins.optimizers.groups import ParameterGroup, freeze, parameter_groups
 
 
@@ -28,6 +29,8 @@ class SGD:
         *,
         model: nn.Module,
     ) -> None:
+        if nesterov and momentum == 0:
+            raise ArgumentError("nesterov", "there is no momentum to look ahead along", "set momentum: 0.9")
         freeze(model, groups)
         self._optimizer = torch.optim.SGD(
             parameter_groups(model, model.named_parameters(), lr=lr, weight_decay=weight_decay, groups=groups),
