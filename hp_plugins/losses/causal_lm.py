@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import nn
+from transformers import PreTrainedModel
 
 from hp_core.training.loss import IGNORE_INDEX
 
@@ -35,9 +37,8 @@ class CausalLMLoss(nn.Module):
     def bind_model(self, model: nn.Module, distributed_setup: Any) -> None:
         """Read the weight of the router's auxiliary loss from the model's configuration."""
         del distributed_setup
-        config = model.config
-        if "router_aux_loss_coef" in config.to_dict():
-            self._router_coefficient = float(config.router_aux_loss_coef)
+        if isinstance(model, PreTrainedModel) and "router_aux_loss_coef" in model.config.to_dict():
+            self._router_coefficient = float(model.config.router_aux_loss_coef)
 
     def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
         """Keep the labels from the model, which would compute a loss of its own with them."""
@@ -59,7 +60,7 @@ class CausalLMLoss(nn.Module):
         supervised = targets != IGNORE_INDEX
         if self.z_loss:
             loss = loss + self.z_loss * logits[supervised].logsumexp(-1).square().sum()
-        router_loss = model_output.get("aux_loss")
+        router_loss = model_output.get("aux_loss") if isinstance(model_output, Mapping) else None
         if router_loss is not None:
             loss = loss + self._router_coefficient * router_loss * supervised.sum()
         return loss
