@@ -57,6 +57,8 @@ def model_config(
 def _load_config(pretrained: str, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
     if pretrained.startswith((".", "/", "~")) and not Path(pretrained).expanduser().is_dir():
         raise ArgumentError("pretrained", f"no such directory: {pretrained!r}")
+    if revision is not None and Path(pretrained).expanduser().is_dir():
+        raise ArgumentError("revision", "a directory has no revisions", "leave revision out")
     try:
         return AutoConfig.from_pretrained(  # type: ignore[no-any-return]
             str(Path(pretrained).expanduser()) if Path(pretrained).expanduser().is_dir() else pretrained,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from transformers import PreTrainedModel
 
+from hp_core.errors import ArgumentError
 from hp_core.model.build import build_causal_lm
 from hp_core.parallel.setup import DistributedSetup
 
@@ -40,6 +41,8 @@ def causal_lm(
     Raises:
         ArgumentError: no model is named, a config key is unknown or wrong, or the weight files don't fit.
     """
+    if revision is not None and pretrained is None:
+        raise ArgumentError("revision", "has no effect without pretrained", "leave revision out")
     return build_causal_lm(
         setup=distributed_setup,
         pretrained=pretrained,

@@ -56,6 +56,8 @@ def pretrained(path: str, revision: str | None = None, eos_token: str | None = N
     local = Path(path).expanduser()
     if not local.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise ArgumentError("path", f"there is no directory {path!r}")
+    if local.is_dir() and revision is not None:
+        raise ArgumentError("revision", "a directory has no revisions", "leave revision out")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(local) if local.is_dir() else path, revision=revision or "main")
     # Hub, parsing and conversion errors of several libraries come out of here; the user needs the first line.

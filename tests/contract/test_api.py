@@ -1,0 +1,123 @@
+"""The public API: what it holds, that importing it is cheap, and that examples and first-party recipes are valid."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hp_core
+from hp_core.config import load_recipe
+from tests.conftest import ROOT
+
+API = {
+    "ArgumentError": "class",
+    "BaseTrainer": "class",
+    "Datasets": "class",
+    "DistributedSetup": "class",
+    "HpError": "class",
+    "InputError": "class",
+    "MeshContext": "class",
+    "ModelOutputLoss": "class",
+    "Origin": "class",
+    "Problem": "class",
+    "Recipe": "class",
+    "RowDataset": "class",
+    "Run": "class",
+    "RunError": "class",
+    "Target": "class",
+    "Tokenizer": "class",
+    "Tracker": "class",
+    "TrainerConfig": "class",
+    "hookimpl": "HookimplMarker",
+    "load_recipe": "(path: 'str | pathlib.Path', overrides: 'Sequence[str]' = (), *, "
+    "components: 'Components | None' = None, env: 'Mapping[str, str] | None' = None) -> 'Recipe'",
+    "shard_model": "(model: 'nn.Module', setup: 'DistributedSetup') -> 'None'",
+}
+
+STAGES = [
+    "_setup",
+    "_build_model",
+    "_build_loss",
+    "_build_model_assets",
+    "_build_data_transform",
+    "_build_dataset",
+    "_build_collate_fn",
+    "_build_dataloader",
+    "_build_get_batch",
+    "_build_optimizer",
+    "_build_lr_scheduler",
+    "_restore",
+]
+
+LIGHT = (
+    "hp_core",
+    "hp_core.cli.main",
+    "hp_core.components",
+    "hp_core.config",
+    "hp_core.config.json_schema",
+    "hp_core.errors",
+    "hp_core.hookspecs",
+    "hp_core.plugins",
+)
+
+
+def shape(value: object) -> str:
+    if inspect.isclass(value):
+        return "class"
+    return str(inspect.signature(value)) if inspect.isfunction(value) else type(value).__name__
+
+
+def test_the_api_is_the_one_that_is_promised():
+    assert {name: shape(getattr(hp_core, name)) for name in hp_core.__all__} == API
+    assert set(dir(hp_core)) == set(API)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = hp_core.nothing
+
+
+def test_the_stages_run_in_their_order():
+    source = inspect.getsource(hp_core.BaseTrainer.build)
+    called = [line.strip().removeprefix("self.").removesuffix("()") for line in source.splitlines() if "self._" in line]
+    assert called == STAGES
+    for name in ("train", "train_step", "preforward", "forward", "postforward"):
+        assert inspect.isfunction(getattr(hp_core.BaseTrainer, name))
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_import_neither_torch_nor_transformers(module):
+    code = (
+        f"import sys, {module}; heavy = {{'torch', 'transformers', 'datasets', 'numpy'}} & set(sys.modules); "
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plugins"], ["--version"]])
+def test_light_commands_import_neither_torch_nor_transformers(arguments):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "hp_core", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "hp_core" in imported
+    assert not {"torch", "transformers", "datasets"} & imported
+
+
+RECIPES = [*sorted((ROOT / "examples").rglob("recipe*.yaml")), *sorted((ROOT / "examples").rglob("train.yaml"))]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_example_recipe_is_valid(path: Path):
+    assert load_recipe(path).config.training.global_batch_size >= 1
+
+
+def test_there_are_example_recipes():
+    assert ROOT / "examples" / "quickstart" / "recipe.yaml" in RECIPES

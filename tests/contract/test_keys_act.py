@@ -1,0 +1,458 @@
+"""Every accepted recipe key does something: a test turns each on and sees a difference.
+
+The table below must name every key of the recipe's own sections and every argument of the components that ship with
+the project; a new one without a row here fails `test_every_key_has_a_row`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+
+from hp_core.components import Components, group
+from hp_core.config.models import TrainerConfig
+from hp_core.config.signature import Signature
+from hp_core.config.target import Target
+from hp_core.observe.trackers import read_metrics
+from tests.contract.texts import write_texts
+from tests.e2e.runs import hp_train_here, manifest, steps, train
+
+RECIPE = """\
+model:
+  name: causal_lm
+  config: {model_type: llama, vocab_size: 300, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1,
+           num_attention_heads: 2, num_key_value_heads: 1}
+dataset:
+  name: text
+  files: {texts}/some
+  max_seq_len: 32
+  validation_fraction: 0.3
+  tokenizer: bytes
+optimizer: {name: adamw, lr: 1e-2}
+training: {train_iters: 2, global_batch_size: 4, seed: 3}
+output_dir: {out}
+"""
+
+PLUGIN = "from hp_core import hookimpl\n\n\n@hookimpl\ndef on_train_end(run, report):\n    run.console.say('bye')\n"
+
+
+@dataclass
+class Outcome:
+    """What one run left: its exit code, output, rows and directory."""
+
+    code: int
+    output: str
+    directory: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def losses(self) -> list[Any]:
+        return steps(self.rows)
+
+    def evaluations(self) -> list[int]:
+        return [row["step"] for row in self.rows if "eval_loss" in row]
+
+    def checkpoints(self) -> list[str]:
+        folder = self.directory / "checkpoints"
+        return sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
+
+
+class Bench:
+    """Runs the recipe with changes, each in a directory of its own; remembers the unchanged run."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.count = 0
+        self.texts = write_texts(tmp_path / "texts")
+        self.recipe = tmp_path / "recipe.yaml"
+        self.recipe.write_text(RECIPE.replace("{texts}", str(self.texts)).replace("{out}", str(tmp_path / "default")))
+
+    def run(self, *overrides: str, nproc: int = 1) -> Outcome:
+        self.count += 1
+        out = self.tmp_path / f"run{self.count}"
+        given = [one.replace("{tmp}", str(self.tmp_path)).replace("{texts}", str(self.texts)) for one in overrides]
+        if not any(one.startswith("--output_dir") for one in given):
+            given.append(f"--output_dir={out}")
+        else:
+            out = Path(next(one for one in given if one.startswith("--output_dir")).partition("=")[2])
+        if nproc > 1:
+            return Outcome(0, "", out, train(self.recipe, *given[:-1], nproc=nproc, out=out))
+        done = hp_train_here(str(self.recipe), *given)
+        rows = read_metrics(out) if (out / "metrics.jsonl").exists() else []
+        return Outcome(done.returncode, done.stdout + done.stderr, out, rows)
+
+    def differ(self, *overrides: str, base: tuple[str, ...] = ()) -> bool:
+        """Whether the losses or learning rates change."""
+        plain, changed = self.run(*base), self.run(*base, *overrides)
+        assert plain.code == changed.code == 0, changed.output
+        return plain.losses() != changed.losses() or steps(plain.rows, "lr") != steps(changed.rows, "lr")
+
+
+def losses_differ(*overrides: str, base: tuple[str, ...] = ()) -> Callable[[Bench], bool]:
+    return lambda bench: bench.differ(*overrides, base=base)
+
+
+def says(text: str, *overrides: str, code: int = 0) -> Callable[[Bench], bool]:
+    def check(bench: Bench) -> bool:
+        outcome = bench.run(*overrides)
+        return outcome.code == code and text in outcome.output
+
+    return check
+
+
+def with_base(bench: Bench) -> bool:
+    child = bench.tmp_path / "child.yaml"
+    child.write_text(f"base: recipe.yaml\ntraining:\n  train_iters: 1\noutput_dir: {bench.tmp_path / 'child'}\n")
+    done = hp_train_here(str(child))
+    return done.returncode == 0 and len(read_metrics(bench.tmp_path / "child")) == 2
+
+
+def with_plugin(bench: Bench) -> bool:
+    (bench.tmp_path / "bye.py").write_text(PLUGIN)
+    outcome = bench.run("--plugins=[./bye.py]")
+    return "bye" in outcome.output and manifest(outcome.directory)["plugins"][0]["hooks"] == ["on_train_end"]
+
+
+def resumed(bench: Bench) -> bool:
+    first = bench.run("--training.stop_after=1")
+    second = bench.run(f"--output_dir={first.directory}", "--checkpoint.resume=latest")
+    return steps(first.rows, "step") == [1] and steps(second.rows, "step") == [1, 2]
+
+
+def allowed_plugins(bench: Bench) -> bool:
+    (bench.tmp_path / "bye.py").write_text(PLUGIN)
+    first = bench.run("--training.stop_after=1")
+    again = (f"--output_dir={first.directory}", "--checkpoint.resume=latest", "--plugins=[./bye.py]")
+    return bench.run(*again).code == 2 and bench.run(*again, "--checkpoint.allow_plugin_changes=true").code == 0
+
+
+def determinism(bench: Bench) -> bool:
+    try:
+        outcome = bench.run("--training.enable_full_determinism=true")
+        return manifest(outcome.directory)["world"]["deterministic"] is True
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def nonfinite(*overrides: str, code: int, text: str) -> Callable[[Bench], bool]:
+    loss = "--loss_fn={_target_: tests.e2e.parts.FaultyLoss, rank: 0, call: 5, times: 8}"
+
+    def check(bench: Bench) -> bool:
+        outcome = bench.run(loss, "--training.train_iters=3", *overrides)
+        return outcome.code == code and text in outcome.output
+
+    return check
+
+
+def replicas(bench: Bench) -> bool:
+    outcome = bench.run("--fsdp_config.dp_replicate_size=2", nproc=2)
+    return (manifest(outcome.directory)["world"]["dp_replicate"], len(outcome.rows)) == (2, 3)
+
+
+def shards(bench: Bench) -> bool:
+    outcome = bench.run("--fsdp_config={dp_shard_size: 1, dp_replicate_size: 2}", nproc=2)
+    return manifest(outcome.directory)["world"]["dp_shard"] == 1
+
+
+def resharding(bench: Bench) -> bool:
+    (bench.tmp_path / "look.py").write_text(
+        "from hp_core import hookimpl\n\n\n@hookimpl\ndef on_train_start(run):\n"
+        "    group = run.model.model.layers[0]._get_fsdp_state()._fsdp_param_group\n"
+        "    run.record(reshards=group.post_forward_mesh_info is not None)\n"
+    )
+    found = [
+        manifest(bench.run("--plugins=[./look.py]", f"--fsdp_config.reshard_after_forward={value}", nproc=2).directory)
+        for value in ("true", "false")
+    ]
+    return [one["reshards"] for one in found] == [True, False]
+
+
+def timeout(bench: Bench) -> bool:
+    """A rank that hangs is noticed after the timeout, not after half an hour."""
+    from hp_core.testing.ranks import RankError
+
+    with pytest.raises(RankError, match=r"(?i)timed? ?out"):
+        bench.run("--launch.timeout=3", "--loss_fn={_target_: tests.contract.texts.HangingLoss}", nproc=2)
+    return True
+
+
+def samples(bench: Bench, **settings: Any) -> list[str]:
+    given = {"prompts": ["ab"], "max_new_tokens": 8, "temperature": 1.0, "seed": 0, **settings}
+    outcome = bench.run(f"--evaluation.samples={json.dumps(given)}")
+    assert outcome.code == 0, outcome.output
+    return [json.loads(line)["text"] for line in (outcome.directory / "samples.jsonl").read_text().splitlines()]
+
+
+def launched(bench: Bench) -> bool:
+    from tests.e2e.runs import hp_train
+
+    out = bench.tmp_path / "launched"
+    done = hp_train(str(bench.recipe), "--launch.nproc=2", f"--output_dir={out}")
+    return done.returncode == 0 and manifest(out)["world"]["size"] == 2
+
+
+def tracked(bench: Bench) -> bool:
+    return (bench.run("--trackers=[{name: tensorboard, directory: boards}]").directory / "boards").is_dir()
+
+
+def at_end(bench: Bench) -> bool:
+    return (bench.run().evaluations(), bench.run("--evaluation.at_end=false").evaluations()) == ([2], [])
+
+
+def loaded(*extra: str) -> Callable[[Bench], Outcome]:
+    def run(bench: Bench) -> Outcome:
+        from tests.model.tiny import a_setup, build
+
+        path = bench.tmp_path / "pretrained"
+        if not path.exists():
+            config = {"model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24}
+            with a_setup() as setup:
+                sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+                build(setup, {**config, **sizes}).save_pretrained(path)
+        return bench.run("--model={name: causal_lm, pretrained: 'PATH'}".replace("PATH", str(path)), *extra)
+
+    return run
+
+
+def pretrained(bench: Bench) -> bool:
+    outcome = loaded()(bench)
+    return outcome.code == 0 and outcome.losses() != bench.run().losses()
+
+
+def rows_of(bench: Bench, *overrides: str) -> dict[str, Any]:
+    outcome = bench.run("--training.train_iters=1", *overrides)
+    assert outcome.code == 0, outcome.output
+    return manifest(outcome.directory)["data"]
+
+
+def data_differs(*overrides: str, base: tuple[str, ...] = ()) -> Callable[[Bench], bool]:
+    return lambda bench: rows_of(bench, *base) != rows_of(bench, *base, *overrides)
+
+
+def pinned(bench: Bench) -> bool:
+    from hp_core.data.order import evaluation_batches
+    from hp_plugins.dataloaders.torch_loader import torch_loader
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.accelerator.is_available", lambda: True)
+        given = {"dataset": [0], "collate_fn": list, "batch_sampler": evaluation_batches(1, 0, 1, 1), "seed": 0}
+        return [torch_loader(pin_memory=value, **given).pin_memory for value in (True, False)] == [True, False]
+
+
+DOCS = ("--dataset={name: python_docs, max_files: 6, max_seq_len: 32, validation_fraction: 0.3, tokenizer: bytes}",)
+BPE = ("--dataset.tokenizer={name: bpe, vocab_size: 280}",)
+MUON = ("--optimizer={name: muon, lr: 0.02, adamw_lr: 1e-2}", "--training.train_iters=4")
+SGD = ("--optimizer={name: sgd, lr: 0.1, momentum: 0.5}", "--training.train_iters=4")
+COSINE = ("--lr_scheduler={name: cosine, warmup_steps: 1}", "--training.train_iters=4")
+LINEAR = ("--lr_scheduler={name: linear, warmup_steps: 1}", "--training.train_iters=4")
+WSD = ("--lr_scheduler={name: wsd, decay_steps: 2}", "--training.train_iters=4")
+DENSE = ("--loss_fn={name: causal_lm}",)
+OTHER = ("--dataset.files={texts}/other.jsonl", "--training.global_batch_size=1")
+CACHE = "--dataset.cache_dir={tmp}/mine"
+
+
+def cached(*base: str) -> Callable[[Bench], bool]:
+    def check(bench: Bench) -> bool:
+        assert bench.run(*base, CACHE).code == 0
+        return (bench.tmp_path / "mine").is_dir()
+
+    return check
+
+
+KEYS: dict[str, Callable[[Bench], bool]] = {
+    "base": with_base,
+    "plugins": with_plugin,
+    "output_dir": lambda bench: (bench.run("--output_dir={tmp}/elsewhere").directory / "metrics.jsonl").is_file(),
+    "training.train_iters": lambda bench: len(bench.run("--training.train_iters=3").losses()) == 3,
+    "training.train_samples": lambda bench: (
+        steps(bench.run("--training={train_samples: 6, global_batch_size: 4}").rows, "samples") == [4, 6]
+    ),
+    "training.train_epochs": lambda bench: (
+        steps(bench.run("--training={train_epochs: 1, global_batch_size: 16, micro_batch_size: 16}").rows, "epoch")[-1]
+        == 1
+    ),
+    "training.global_batch_size": losses_differ("--training.global_batch_size=8"),
+    "training.micro_batch_size": says("global_batch_size", "--training.micro_batch_size=3", code=2),
+    "training.max_grad_norm": losses_differ("--training.max_grad_norm=1e-3", base=SGD),
+    "training.seed": losses_differ("--training.seed=4"),
+    "training.enable_full_determinism": determinism,
+    "training.log_every": lambda bench: (
+        steps(bench.run("--training.log_every=2", "--training.train_iters=5").rows, "step") == [2, 4, 5]
+    ),
+    "training.backend": says("nccl does not run on the CPU", "--training.backend=nccl", code=2),
+    "training.device": says("no CUDA device is visible", "--training.device=cuda", code=2),
+    "training.nonfinite": nonfinite("--training.nonfinite=skip", code=0, text="the step is skipped"),
+    "training.nonfinite_limit": nonfinite(
+        "--training.nonfinite=skip", "--training.nonfinite_limit=1", code=1, text="nonfinite_limit=1 in a row"
+    ),
+    "training.stop_after": lambda bench: bench.run("--training.stop_after=1").checkpoints() == ["step_00000001"],
+    "fsdp_config.dp_shard_size": shards,
+    "fsdp_config.dp_replicate_size": replicas,
+    "fsdp_config.reshard_after_forward": resharding,
+    "mixed_precision.param_dtype": losses_differ("--mixed_precision.param_dtype=bfloat16"),
+    "mixed_precision.reduce_dtype": losses_differ(
+        "--mixed_precision.reduce_dtype=bfloat16", base=("--mixed_precision.param_dtype=bfloat16",)
+    ),
+    "evaluation.every": lambda bench: bench.run("--evaluation.every=1").evaluations() == [1, 2],
+    "evaluation.at_end": at_end,
+    "evaluation.samples.prompts": lambda bench: [t[:2] for t in samples(bench, prompts=["xy", "zw"])] == ["xy", "zw"],
+    "evaluation.samples.max_new_tokens": lambda bench: samples(bench) != samples(bench, max_new_tokens=2),
+    "evaluation.samples.temperature": lambda bench: samples(bench) != samples(bench, temperature=0.0),
+    "evaluation.samples.seed": lambda bench: samples(bench) != samples(bench, seed=1),
+    "checkpoint.save_every": lambda bench: len(bench.run("--checkpoint.save_every=1").checkpoints()) == 2,
+    "checkpoint.save_last": lambda bench: bench.run("--checkpoint.save_last=false").checkpoints() == [],
+    "checkpoint.resume": resumed,
+    "checkpoint.allow_plugin_changes": allowed_plugins,
+    "launch.nproc": launched,
+    "launch.timeout": timeout,
+    "trackers": tracked,
+    # Sections that name a component: naming another one acts.
+    "trainer": says("no trainer component is named 'nothing'", "--trainer=nothing", code=2),
+    "model": pretrained,
+    "loss_fn": losses_differ("--loss_fn={name: causal_lm, label_smoothing: 0.5}"),
+    "optimizer": losses_differ(*SGD),
+    "lr_scheduler": losses_differ("--lr_scheduler=cosine"),
+    "dataset.source": data_differs(*DOCS),
+    "dataset.tokenizer": data_differs(*BPE),
+    "dataloader.loader": says("no dataloader component is named 'nothing'", "--dataloader.name=nothing", code=2),
+    "dataloader.collate_fn": says("built", "--dataloader.collate_fn={_target_: tests.contract.texts.loud_rows}"),
+    # Arguments of the components that ship with the project.
+    "hp.models.causal_lm.pretrained": pretrained,
+    "hp.models.causal_lm.revision": lambda bench: (
+        "a directory has no revisions" in loaded("--model.revision=main")(bench).output
+    ),
+    "hp.models.causal_lm.config": losses_differ("--model.config.num_hidden_layers=2"),
+    "hp.models.causal_lm.dtype": losses_differ("--model.dtype=bfloat16"),
+    "hp.models.causal_lm.attn_implementation": losses_differ(
+        "--model.attn_implementation=eager", base=("--model.dtype=bfloat16", "--dataset.max_seq_len=64")
+    ),
+    "hp.models.causal_lm.trust_remote_code": lambda bench: (
+        bench.run("--model={name: causal_lm, pretrained: '{texts}/remote', trust_remote_code: true}").code == 0
+        and bench.run("--model={name: causal_lm, pretrained: '{texts}/remote'}").code == 2
+    ),
+    "hp.losses.causal_lm.label_smoothing": losses_differ("--loss_fn.label_smoothing=0.2", base=DENSE),
+    "hp.losses.causal_lm.z_loss": losses_differ("--loss_fn.z_loss=0.1", base=DENSE),
+    **{
+        f"hp.optimizers.adamw.{name}": losses_differ(f"--optimizer.{name}={value}", "--training.train_iters=4")
+        for name, value in {
+            "lr": "0.1",
+            "betas": "[0.5, 0.5]",
+            "eps": "1.0",
+            "weight_decay": "5.0",
+            "groups": "[{match: '*proj*', lr: 0.5}]",
+        }.items()
+    },
+    "hp.optimizers.adamw.fused": says("fused: False", "--optimizer.fused=false", "-p", "{texts}/look.py"),
+    **{
+        f"hp.optimizers.sgd.{name}": losses_differ(f"--optimizer.{name}={value}", base=SGD)
+        for name, value in {
+            "lr": "1.0",
+            "momentum": "0.0",
+            "nesterov": "true",
+            "weight_decay": "5.0",
+            "groups": "[{match: '*proj*', frozen: true}]",
+        }.items()
+    },
+    **{
+        f"hp.optimizers.muon.{name}": losses_differ(f"--optimizer.{name}={value}", base=MUON)
+        for name, value in {
+            "lr": "0.5",
+            "adamw_lr": "0.1",
+            "momentum": "0.1",
+            "nesterov": "false",
+            "ns_steps": "1",
+            "adjust_lr_fn": "match_rms_adamw",
+            "weight_decay": "5.0",
+            "adamw_betas": "[0.1, 0.1]",
+            "adamw_eps": "1.0",
+            "groups": "[{match: '*proj*', lr: 0.5}]",
+        }.items()
+    },
+    "hp.lr_schedulers.constant.warmup_steps": losses_differ("--lr_scheduler={name: constant, warmup_steps: 4}"),
+    "hp.lr_schedulers.linear.warmup_steps": losses_differ("--lr_scheduler.warmup_steps=3", base=LINEAR),
+    "hp.lr_schedulers.linear.min_lr_ratio": losses_differ("--lr_scheduler.min_lr_ratio=0.5", base=LINEAR),
+    "hp.lr_schedulers.cosine.warmup_steps": losses_differ("--lr_scheduler.warmup_steps=3", base=COSINE),
+    "hp.lr_schedulers.cosine.min_lr_ratio": losses_differ("--lr_scheduler.min_lr_ratio=0.5", base=COSINE),
+    "hp.lr_schedulers.wsd.warmup_steps": losses_differ("--lr_scheduler.warmup_steps=2", base=WSD),
+    "hp.lr_schedulers.wsd.decay_steps": losses_differ("--lr_scheduler.decay_steps=4", base=WSD),
+    "hp.lr_schedulers.wsd.min_lr_ratio": losses_differ("--lr_scheduler.min_lr_ratio=0.5", base=WSD),
+    "hp.lr_schedulers.wsd.decay": losses_differ(
+        "--lr_scheduler.decay=cosine", base=("--lr_scheduler={name: wsd, decay_steps: 3}", WSD[1])
+    ),
+    "hp.datasets.text.files": data_differs("--dataset.files={texts}/other.jsonl"),
+    "hp.datasets.text.hub_id": says("hub_id", "--dataset={name: text, hub_id: 'no/where', tokenizer: bytes}", code=2),
+    "hp.datasets.text.hub_config": says("hub_config", "--dataset.hub_config=x", code=2),
+    "hp.datasets.text.split": says("split", "--dataset.split=test", code=2),
+    "hp.datasets.text.field": data_differs("--dataset.field=title", base=OTHER),
+    "hp.datasets.text.template": data_differs('--dataset.template="{title} {text}"', base=OTHER),
+    "hp.datasets.text.max_seq_len": data_differs("--dataset.max_seq_len=16"),
+    "hp.datasets.text.validation_fraction": data_differs("--dataset.validation_fraction=0.6"),
+    "hp.datasets.text.validation_files": data_differs(
+        "--dataset.validation_files={texts}/other.jsonl", base=("--dataset.validation_fraction=0",)
+    ),
+    "hp.datasets.text.cache_dir": cached(),
+    "hp.datasets.python_docs.max_files": data_differs("--dataset.max_files=5", base=DOCS),
+    "hp.datasets.python_docs.max_seq_len": data_differs("--dataset.max_seq_len=16", base=DOCS),
+    "hp.datasets.python_docs.validation_fraction": data_differs("--dataset.validation_fraction=0.6", base=DOCS),
+    "hp.datasets.python_docs.include": data_differs("--dataset.include=docstrings", base=DOCS),
+    "hp.datasets.python_docs.cache_dir": cached(*DOCS),
+    "hp.tokenizers.bpe.vocab_size": data_differs("--dataset.tokenizer.vocab_size=270", base=BPE),
+    "hp.tokenizers.bpe.min_frequency": data_differs("--dataset.tokenizer.min_frequency=100000", base=BPE),
+    "hp.tokenizers.bpe.sample_bytes": data_differs("--dataset.tokenizer.sample_bytes=20", base=BPE),
+    "hp.tokenizers.pretrained.path": says("nowhere", "--dataset.tokenizer={name: pretrained, path: ./nowhere}", code=2),
+    "hp.tokenizers.pretrained.revision": lambda bench: (
+        bench.run("--dataset.tokenizer={name: pretrained, path: '{texts}/tokenizer', revision: v9}").code == 2
+    ),
+    "hp.tokenizers.pretrained.eos_token": data_differs(
+        "--dataset.tokenizer.eos_token=a", base=("--dataset.tokenizer={name: pretrained, path: '{texts}/tokenizer'}",)
+    ),
+    "hp.dataloaders.torch.num_workers": says("workers: 2", "--dataloader.num_workers=2", "-p", "{texts}/look.py"),
+    "hp.dataloaders.torch.pin_memory": pinned,
+    "hp.dataloaders.torch.prefetch_factor": says(
+        "prefetch: 3", "--dataloader={num_workers: 1, prefetch_factor: 3}", "-p", "{texts}/look.py"
+    ),
+    "hp.trackers.tensorboard.directory": tracked,
+}
+
+
+def own_keys(model: type[BaseModel], prefix: str = "") -> set[str]:
+    """Every leaf key of the recipe's own sections."""
+    found = set()
+    for name, info in model.model_fields.items():
+        annotation = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation is not Target:
+            found |= own_keys(annotation, f"{prefix}{name}.")
+        else:
+            found.add(f"{prefix}{name}")
+    return found
+
+
+def component_keys() -> set[str]:
+    """Every recipe argument of the components of this project."""
+    return {
+        f"{one.group}.{one.name}.{name}"
+        for one in Components.discover().all()
+        if one.distribution == "hyperparallel"
+        for name in Signature.of(one.load()).parameters
+        if name not in group(one.group).runtime_arguments
+    }
+
+
+def test_every_key_has_a_row():
+    assert set(KEYS) == own_keys(TrainerConfig) | component_keys()
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_key_acts(bench, key):
+    assert KEYS[key](bench)
