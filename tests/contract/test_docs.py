@@ -117,7 +117,7 @@ def test_commands_and_options_exist(arguments: list[str], monkeypatch: pytest.Mo
     for name in ("train", "check", "config", "schema", "plugins"):
         monkeypatch.setattr(f"hp_core.cli.{name}.run", lambda args: 0)
     if {"-h", "--help", "--version"} & set(arguments):
-        with pytest.raises(SystemExit, match="^0$"):
+        with pytest.raises(SystemExit, match=r"^0$"):
             main(arguments)
     else:
         assert main(arguments) == 0
