@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,16 @@ def search(run_directory: Path) -> Search:
             return Search(checkpoint, tuple(passed_over))
         passed_over.append(path)
     return Search(None, tuple(passed_over))
+
+
+def set_aside(run_directory: Path, *, after: int) -> None:
+    """Rename the checkpoints past step `after`: they are of an attempt that the run has gone back behind."""
+    for path in sorted((run_directory / CHECKPOINTS).glob("step_*")):
+        match = re.fullmatch(r"step_(\d+)", path.name)
+        if match and int(match.group(1)) > after:
+            aside = path.with_name(f"abandoned_{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def named(path: Path) -> Search:

@@ -13,17 +13,21 @@ if TYPE_CHECKING:
     from hp_core.config.node import MapNode
 
 
-def checked_recipe(path: str, overrides: Sequence[str], extra_plugins: Sequence[str] = ()) -> Recipe:
-    """Load the recipe and try its plugins.
+def checked_recipe(
+    path: str, overrides: Sequence[str], extra_plugins: Sequence[str] = (), world_size: int | None = None
+) -> Recipe:
+    """Load the recipe, try its plugins, and fit its sizes to the processes.
 
     Args:
         path: the recipe file.
         overrides: dotted options, as typed.
         extra_plugins: plugins named on the command line besides the recipe's.
+        world_size: the processes there are; without it, those that the recipe would start.
 
-    Raises `InputError` with every problem of both.
+    Raises `InputError` with every problem.
     """
     from hp_core.config.loader import examine
+    from hp_core.parallel.sizes import check_sizes
 
     found = examine(path, overrides)
     if found.tree is not None:
@@ -31,6 +35,10 @@ def checked_recipe(path: str, overrides: Sequence[str], extra_plugins: Sequence[
         found = found.with_problems(_plugin_problems(found.tree, extra_plugins, base_dir))
     if found.recipe is None:
         raise InputError(found.problems)
+    try:
+        check_sizes(found.recipe.config, world_size or found.recipe.config.launch.nproc)
+    except InputError as error:
+        raise found.recipe.located(error) from error
     return found.recipe
 
 

@@ -15,7 +15,7 @@ _EPILOG = """\
 Any recipe value can be given on the command line: --training.train_iters=10 --optimizer.lr=1e-4
 --plugins='[my_plugin]'. The value is read as if it were written in the recipe.
 
-exit codes: 0 done, 1 the run failed, 2 the recipe, command line or plugins are wrong, 75 stopped on request.
+exit codes: 0 done, 1 the run failed, 2 the recipe, command line or plugins are wrong.
 """
 
 

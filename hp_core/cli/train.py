@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc is not None:
         overrides.append(f"--launch.nproc={args.nproc}")
     try:
-        recipe = checked_recipe(args.recipe, overrides, args.plugin)
+        world_size = environment.world_size if environment.launcher != "none" else None
+        recipe = checked_recipe(args.recipe, overrides, args.plugin, world_size)
         if environment.launcher == "none" and recipe.config.launch.nproc > 1:
             return _launch(recipe, args)
         if args.nproc is not None and environment.launcher != "none" and args.nproc > 1:
@@ -65,13 +66,6 @@ def run(args: argparse.Namespace) -> int:
 def _launch(recipe: Recipe, args: argparse.Namespace) -> int:
     from hp_core.parallel.launch import launch
 
-    # What can be refused without processes is refused once, here.
-    from hp_core.parallel.sizes import data_sizes
-
-    try:
-        data_sizes(recipe.config.fsdp_config, recipe.config.launch.nproc)
-    except InputError as error:
-        raise recipe.located(error) from error
     command = [sys.executable, "-m", "hp_core", "train", str(Path(args.recipe)), *args.overrides]
     command += [f"--launch.nproc={recipe.config.launch.nproc}"] * (args.nproc is not None)
     command += [option for name in args.plugin for option in ("--plugin", name)]

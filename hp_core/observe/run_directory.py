@@ -6,20 +6,22 @@ import json
 import platform
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hp_core.checkpoint.layout import CHECKPOINTS, MANIFEST, Checkpoint, Search, named, search
+from hp_core.checkpoint.layout import CHECKPOINTS, MANIFEST, Checkpoint, Search, named, search, set_aside
 from hp_core.errors import InputError, Problem
 from hp_core.observe.trackers import METRICS_FILE
 
 RECIPE_FILE = "recipe.yaml"
 SAMPLES_FILE = "samples.jsonl"
-_RUN_FILES = (MANIFEST, METRICS_FILE, RECIPE_FILE, SAMPLES_FILE, CHECKPOINTS)
+_RUN_FILES = (MANIFEST, METRICS_FILE, SAMPLES_FILE, CHECKPOINTS)
 
 
 @dataclass(frozen=True)
@@ -41,31 +43,42 @@ def run_name(recipe: Path) -> str:
 
 
 def choose(*, recipe: Path, output_dir: str | None, resume: str | None, overwrite: bool, now: datetime) -> RunDirectory:
-    """Decide where the run writes and what it resumes from. Nothing is written.
+    """Decide where the run writes and what it resumes from. A directory with a made-up name is made at once.
 
     Raises:
         InputError: the directory already holds a run, or there is nothing to resume from at a path.
     """
     if resume is not None and overwrite:
         raise InputError(Problem("a run that resumes appends; it can't overwrite", path="checkpoint.resume"))
-    fresh = Path(output_dir) if output_dir else _unused(Path("runs"), f"{run_name(recipe)}-{now:%Y%m%d-%H%M%S}")
+    if output_dir is not None and (Path(output_dir) / RECIPE_FILE).resolve() == recipe.resolve():
+        message = "is the recipe's own folder, where the run's resolved recipe would replace it"
+        raise InputError(Problem(f"{output_dir!r} {message}", path="output_dir", hint="name another directory"))
+    name = f"{run_name(recipe)}-{now:%Y%m%d-%H%M%S}"
     if resume == "latest":
-        where = [fresh] if output_dir else _earlier_runs(recipe)
-        return _latest(fresh, where)
+        where = [Path(output_dir)] if output_dir else _earlier_runs(recipe)
+        return _latest(where, lambda: Path(output_dir) if output_dir else _reserve(Path("runs"), name))
     if resume is not None:
         found = named(Path(resume))
         home = _home(found)
-        path = Path(output_dir) if output_dir else home or fresh
+        path = Path(output_dir) if output_dir else home or _reserve(Path("runs"), name)
         continues = home is not None and path.resolve() == home.resolve()
         if not continues:
             _refuse_used(path, overwrite=False)
         return RunDirectory(path, found.newest, continues, _resumed(found))
+    fresh = Path(output_dir) if output_dir else _reserve(Path("runs"), name)
     _refuse_used(fresh, overwrite)
     return RunDirectory(fresh)
 
 
+def release(directory: RunDirectory) -> None:
+    """Take back a directory that was reserved and never used."""
+    with suppress(OSError):
+        # Only an empty one goes.
+        directory.path.rmdir()
+
+
 def prepare(directory: RunDirectory, *, overwrite: bool) -> None:
-    """Make the directory, and clear an old run out of it when `overwrite` is given."""
+    """Make the directory, clear an old run out of it when `overwrite` is given, and set a resumed one back."""
     if overwrite:
         for name in _RUN_FILES:
             path = directory.path / name
@@ -73,6 +86,8 @@ def prepare(directory: RunDirectory, *, overwrite: bool) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+    if directory.checkpoint is not None and directory.continues:
+        set_aside(directory.path, after=directory.checkpoint.step)
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -97,7 +112,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _latest(fresh: Path, where: list[Path]) -> RunDirectory:
+def _latest(where: list[Path], fresh: Callable[[], Path]) -> RunDirectory:
     passed: list[str] = []
     for path in where:
         found = search(path)
@@ -105,8 +120,9 @@ def _latest(fresh: Path, where: list[Path]) -> RunDirectory:
             return RunDirectory(path, found.newest, True, (*passed, *_resumed(found)))
         passed += [f"passed over {incomplete}: incomplete" for incomplete in found.passed_over]
     nothing = "checkpoint.resume is latest and no complete checkpoint was found: starting at step 0"
-    continues = any(path.resolve() == fresh.resolve() and _holds_run(path) for path in where)
-    return RunDirectory(fresh, None, continues, (*passed, nothing))
+    path = fresh()
+    continues = any(other.resolve() == path.resolve() and _holds_run(other) for other in where)
+    return RunDirectory(path, None, continues, (*passed, nothing))
 
 
 def _home(found: Search) -> Path | None:
@@ -153,12 +169,15 @@ def _holds_run(path: Path) -> bool:
     return any((path / name).exists() for name in _RUN_FILES)
 
 
-def _unused(parent: Path, name: str) -> Path:
-    def candidates() -> Iterator[Path]:
-        yield parent / name
-        number = 2
-        while True:
-            yield parent / f"{name}-{number}"
-            number += 1
-
-    return next(path for path in candidates() if not path.exists())
+def _reserve(parent: Path, name: str) -> Path:
+    """Make a directory of this name, or of it and a number: two runs that start together get one each."""
+    for number in count(1):
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise InputError(Problem(f"can't make {str(path)!r}: {error.strerror}", path="output_dir")) from error
+    raise AssertionError("count never ends")

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hp_core.config.models import FsdpConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.environment import ProcessEnvironment
-from hp_core.parallel.sizes import data_sizes
+from hp_core.parallel.sizes import check_sizes, data_sizes
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
     Raises:
         InputError: the sizes don't make the world, or the device or backend isn't there.
     """
+    check_sizes(config, environment.world_size)
     training = config.training
     replicate, shard = data_sizes(config.fsdp_config, environment.world_size)
     device = _device(environment, training)

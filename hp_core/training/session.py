@@ -15,7 +15,7 @@ from hp_core.config import Recipe
 from hp_core.config.render import resolved_yaml
 from hp_core.errors import HpError, InputError
 from hp_core.observe.console import Console
-from hp_core.observe.run_directory import RECIPE_FILE, RunDirectory, choose, prepare, versions
+from hp_core.observe.run_directory import RECIPE_FILE, RunDirectory, choose, prepare, release, versions
 from hp_core.observe.trackers import JsonlTracker
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.setup import DistributedSetup, default_threads, distributed
@@ -77,6 +77,8 @@ def _train(
         finally:
             for tracker in run.trackers:
                 tracker.close()
+            if setup.environment.is_main:
+                release(directory)
 
 
 def _fit(trainer: BaseTrainer, run: Run, overwrite: bool) -> Report:
@@ -158,7 +160,7 @@ def _open(run: Run, overwrite: bool) -> None:
         resume_step = directory.checkpoint.step if directory.checkpoint else 0
     run.trackers.append(JsonlTracker(directory.path, resume_step))
     for target in config.trackers:
-        run.trackers.append(target.build(run_dir=directory.path, config=config))
+        run.trackers.append(target.build(run_dir=directory.path, config=config, first_step=run.state.step + 1))
     run.console.say(f"run directory: {directory.path}")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from hp_core.errors import ArgumentError
@@ -21,6 +22,27 @@ from hp_plugins.optimizers.groups import (
     not_decayed,
     parameter_groups,
 )
+
+
+class WholeMatrixMuon(torch.optim.Muon):
+    """torch's Muon on whole matrices, so that a sharded step is the unsharded one to the last bit.
+
+    Its iteration runs in bf16; on shards every product would be summed in another order. Each rank therefore holds
+    the momentum of a matrix whole and keeps its own part of the update.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Gather the gradients and momenta, then step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, DTensor) and parameter.grad is not None:
+                    whole = [Replicate()] * parameter.device_mesh.ndim
+                    parameter.grad = parameter.grad.redistribute(placements=whole)
+                    state = self.state[parameter]
+                    if "momentum_buffer" in state:
+                        state["momentum_buffer"] = state["momentum_buffer"].redistribute(placements=whole)
+        super().step(closure)
 
 
 class Muon:
@@ -59,7 +81,7 @@ class Muon:
         chosen = {parameter for _, parameter in matrices}
         others = [(name, parameter) for name, parameter in named if parameter not in chosen]
         optimizers: list[Optimizer] = [
-            torch.optim.Muon(
+            WholeMatrixMuon(
                 parameter_groups(model, matrices, lr=lr, weight_decay=weight_decay, groups=groups),
                 lr=lr,
                 momentum=momentum,

@@ -19,6 +19,7 @@ class TensorBoardTracker:
         directory: Annotated[str, Field(description="Folder inside the run directory.")] = "tensorboard",
         *,
         run_dir: Path,
+        first_step: int = 1,
     ) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -26,7 +27,8 @@ class TensorBoardTracker:
             raise ArgumentError(
                 "name", "tensorboard is not installed", "pip install 'hyperparallel[tensorboard]'"
             ) from error
-        self._writer = SummaryWriter(str(run_dir / directory))
+        # What an earlier attempt wrote from this step on is taken back.
+        self._writer = SummaryWriter(str(run_dir / directory), purge_step=first_step)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Write the row's numbers at its step."""

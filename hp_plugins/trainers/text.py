@@ -9,9 +9,11 @@ from torch import nn
 
 from hp_core.data.protocols import Tokenizer
 from hp_core.errors import InputError, Problem
+from hp_core.training.accounting import MicroBatch
 from hp_core.training.base import BaseTrainer
 from hp_core.training.evaluation import Evaluation
 from hp_plugins.collators.rows import rows
+from hp_plugins.trainers.probes import check_isolation, check_shift
 from hp_plugins.trainers.sampling import write_samples
 
 # What the loader's batches hold beside the label tensors and whatever a dataset adds.
@@ -28,10 +30,17 @@ class TextTrainer(BaseTrainer):
     def _build_dataset(self) -> None:
         super()._build_dataset()
         self.tokenizer = self.datasets.tokenizer or self.tokenizer
+        check_isolation(self.model, self.setup.device)
+        check_shift(self._model_loss, self.setup.device)
         if isinstance(self.tokenizer, Tokenizer):
             _check_vocabulary(self.model, self.tokenizer)
         if self.config.evaluation.samples.prompts and not isinstance(self.tokenizer, Tokenizer):
             raise InputError(Problem("sampling text needs dataset.tokenizer", path="evaluation.samples.prompts"))
+
+    def _model_loss(self, batch: dict[str, Any]) -> tuple[Any, bool]:
+        """The model's output for a batch, and whether the loss lets the model see the labels."""
+        model_inputs, _ = self.preforward(MicroBatch.of(*get_batch(iter([batch]))))
+        return self.forward(model_inputs), "labels" in model_inputs
 
     def _build_collate_fn(self) -> None:
         collate_fn = self.config.dataloader.collate_fn

@@ -170,3 +170,16 @@ def test_a_checkpoint_knows_its_plugins_and_position(tmp_path):
     assert state["position"] == {"consumed": 8, "epoch": 0, "offset": 8}
     assert state["step"] == state["updates"] == 2
     assert not list(Path(checkpoint.parent).glob("*.tmp"))
+
+
+def test_going_back_in_the_same_run_sets_later_checkpoints_aside(tmp_path):
+    path = recipe(tmp_path)
+    out = tmp_path / "run"
+    unbroken = train(path, "--checkpoint.save_every=2", out=out)
+    back = f"--checkpoint.resume={out / 'checkpoints' / 'step_00000002'}"
+    rows = train(path, back, "--training.stop_after=3", out=out)
+    assert steps(rows, "step") == [1, 2, 3]
+    kept = sorted(one.name for one in (out / "checkpoints").iterdir())
+    assert kept == [*("abandoned_step_00000004", "abandoned_step_00000006", "step_00000002", "step_00000003")]
+    rows = train(path, "--checkpoint.resume=latest", out=out)
+    assert steps(rows) == steps(unbroken)

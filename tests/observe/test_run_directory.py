@@ -10,7 +10,7 @@ import pytest
 
 from hp_core.checkpoint.layout import MANIFEST, METADATA, TRAINER_STATE, step_directory
 from hp_core.errors import InputError
-from hp_core.observe.run_directory import RunDirectory, choose, prepare, run_name, write_json
+from hp_core.observe.run_directory import RunDirectory, choose, prepare, release, run_name, write_json
 from hp_core.observe.trackers import METRICS_FILE
 
 NOW = datetime(2024, 5, 6, 7, 8, 9)
@@ -70,16 +70,33 @@ def test_three_runs_in_one_second_have_three_directories():
     assert paths == [f"tiny-{STAMP}", f"tiny-{STAMP}-2", f"tiny-{STAMP}-3"]
 
 
-def test_choosing_writes_nothing(tmp_path):
-    pick()
+def test_only_a_directory_with_a_made_up_name_is_made_before_it_is_used(tmp_path):
     pick(output_dir="out", resume="latest")
     assert list(tmp_path.iterdir()) == []
+    chosen = pick()
+    assert chosen.path.is_dir()
+    release(chosen)
+    assert not chosen.path.exists()
+
+
+def test_a_used_directory_is_not_released():
+    chosen = pick()
+    (chosen.path / "metrics.jsonl").touch()
+    release(chosen)
+    assert chosen.path.is_dir()
+
+
+def test_the_recipe_s_own_folder_is_refused(tmp_path):
+    (tmp_path / "recipe.yaml").touch()
+    for overwrite in (False, True):
+        with pytest.raises(InputError, match="is the recipe's own folder"):
+            pick(recipe=str(tmp_path / "recipe.yaml"), output_dir=str(tmp_path), overwrite=overwrite)
 
 
 # A directory that is there already.
 
 
-@pytest.mark.parametrize("name", ["recipe.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", "checkpoints"])
+@pytest.mark.parametrize("name", ["manifest.json", "metrics.jsonl", "samples.jsonl", "checkpoints"])
 def test_a_directory_that_holds_a_run_is_refused(name):
     (Path("out") / name).mkdir(parents=True)
     with pytest.raises(InputError) as caught:
