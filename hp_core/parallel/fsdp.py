@@ -56,6 +56,17 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
         model.set_is_last_backward(enabled)
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass without a backward pass has left gathered.
+
+    Until then the model's parameters are the gathered ones: whoever lists them (an optimizer, a checkpoint) would
+    hold tensors that the next step no longer uses.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def require_sharded(model: nn.Module, setup: DistributedSetup) -> None:
     """Refuse a model whose gradients nobody would add up over the ranks.
 

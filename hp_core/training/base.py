@@ -173,6 +173,7 @@ class BaseTrainer:
 
     def _build_optimizer(self) -> None:
         """Build the optimizer; each trainable parameter must be in exactly one group."""
+        require_sharded(self.model, self.setup)
         built = self.run.plugins.hook.build_optimizer(config=self.config, model=self.model)
         self.optimizer = as_optimizer(built)
         names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}

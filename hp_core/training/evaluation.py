@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hp_core.parallel.fsdp import reshard
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, label_of, loss_entries
 from hp_core.training.loss import Reduction
@@ -40,7 +41,7 @@ class Evaluation:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; modes and random streams are as before afterwards."""
+    """Evaluation mode without gradients; modes, random streams and shards are as before afterwards."""
     random = random_state()
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -48,6 +49,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
+        reshard(model)
         for module in training:
             module.training = True
         restore_random_state(random)

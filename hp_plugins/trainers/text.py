@@ -11,7 +11,7 @@ from hp_core.data.protocols import Tokenizer
 from hp_core.errors import InputError, Problem
 from hp_core.training.accounting import MicroBatch
 from hp_core.training.base import BaseTrainer
-from hp_core.training.evaluation import Evaluation
+from hp_core.training.evaluation import Evaluation, evaluating
 from hp_plugins.collators.rows import rows
 from hp_plugins.trainers.probes import check_isolation, check_shift
 from hp_plugins.trainers.sampling import write_samples
@@ -40,7 +40,8 @@ class TextTrainer(BaseTrainer):
     def _model_loss(self, batch: dict[str, Any]) -> tuple[Any, bool]:
         """The model's output for a batch, and whether the loss lets the model see the labels."""
         model_inputs, _ = self.preforward(MicroBatch.of(*get_batch(iter([batch]))))
-        return self.forward(model_inputs), "labels" in model_inputs
+        with evaluating(self.model):
+            return self.forward(model_inputs), "labels" in model_inputs
 
     def _build_collate_fn(self) -> None:
         collate_fn = self.config.dataloader.collate_fn

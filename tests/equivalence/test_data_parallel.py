@@ -110,3 +110,16 @@ def test_evaluation_covers_the_whole_set_whatever_the_ranks(tmp_path):
     assert losses == pytest.approx([losses[0]] * 6, abs=1e-6)
     # Row r leaves out r % 14 of 16 labels, row 3 all of them.
     assert set(tokens) == {sum(16 - r for r in range(8)) - 13}
+
+
+@pytest.mark.parametrize("reshard", ["true", "false"])
+def test_evaluating_between_steps_changes_nothing(tmp_path, reshard):
+    """A forward pass without a backward pass leaves parameters gathered, which must not reach an optimizer or a save."""
+    path = recipe(tmp_path)
+    common = [f"--fsdp_config.reshard_after_forward={reshard}", "--dataset.validation_rows=3"]
+    plain = train(path, *common, "--evaluation.at_end=false", nproc=2, out=tmp_path / "plain")
+    out = tmp_path / "often"
+    often = ["--evaluation.every=1", "--checkpoint.save_every=2"]
+    train(path, *common, *often, "--training.stop_after=4", nproc=2, out=out)
+    rows = train(path, *common, *often, "--checkpoint.resume=latest", nproc=2, out=out)
+    assert steps(rows) == steps(plain)
