@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,3 +26,14 @@ def root() -> Path:
 def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> None:
     if "HP_CACHE_DIR" not in os.environ:
         os.environ["HP_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def _forget_modules_of_temporary_folders() -> Iterator[None]:
+    """A module that one test wrote must not be what the next one imports under the same name."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is not None and "pytest-of-" in file:
+            del sys.modules[name]

@@ -223,7 +223,7 @@ def checkpoint(tmp_path):
         yield setup, save(setup, str(tmp_path), 1, model, optimizer)
 
 
-@pytest.mark.parametrize(("name", "classes"), [("sgd", "SGD"), ("muon", "Muon, AdamW")])
+@pytest.mark.parametrize(("name", "classes"), [("sgd", "SGD"), ("muon", "WholeMatrixMuon, AdamW")])
 def test_another_optimizer_is_refused(checkpoint, name, classes):
     setup, path = checkpoint
     with pytest.raises(InputError, match=f"written with AdamW, the recipe builds {classes}; .* can't be carried over"):

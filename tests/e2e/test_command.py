@@ -202,7 +202,14 @@ def test_the_default_directory_is_named_by_recipe_and_time(tmp_path, monkeypatch
         (["RECIPE", "--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["RECIPE", "--trianing.seed=1"], "did you mean 'training'?"),
         (["RECIPE", "--nproc", "0"], "launch.nproc"),
-        (["RECIPE", "--nproc", "3", "--fsdp_config.dp_shard_size=2"], "replicate x shard that would: 1 x 3, 3 x 1"),
+        (
+            ["RECIPE", "--nproc", "4", "--fsdp_config.dp_shard_size=3"],
+            "replicate x shard that would: 1 x 4, 2 x 2, 4 x 1",
+        ),
+        (
+            ["RECIPE", "--nproc", "3"],
+            "4 rows can't be cut into micro-batches of 1 on 3 ranks; use a multiple of 3: 3 or 6",
+        ),
         (["RECIPE", "--training.device=cuda"], "no CUDA device is visible"),
         (["RECIPE", "--training.backend=nccl"], "nccl does not run on the CPU"),
         (["RECIPE", "-p", "nothing"], "nothing"),

@@ -127,7 +127,7 @@ def test_five_micro_batches_with_accumulation_four_make_two_steps(tmp_path):
             ["3 rows (samples)", "2 data ranks", "micro_batch_size 1", "2 accumulated", "global_batch_size 2"],
         ),
         (1, 3, 4, 1, ["3 rows (samples)", "1 data rank", "4 accumulated"]),
-        (2, 24, 3, 1, ["global_batch_size 3", "2 data ranks", "use a multiple of 2: 2 or 4"]),
+        (2, 24, 3, 1, ["3 rows can't be cut", "on 2 ranks", "use a multiple of 2: 2 or 4"]),
     ],
 )
 def test_a_batch_that_cannot_be_filled_is_refused_with_what_would_work(tmp_path, nproc, rows, batch, micro, parts):

@@ -123,7 +123,10 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path):
             "written with AdamW, the recipe builds SGD",
         ),
         (["--model.config.hidden_size=64"], "can't be loaded into this model"),
-        (["--model.config.num_hidden_layers=1"], "optimizer state for 'model.layers.1"),
+        (
+            ["--model.config.num_hidden_layers=1"],
+            "made with another model: 'model.layers.1.input_layernorm.weight' is not in the recipe's model",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, changes, message):

