@@ -20,7 +20,7 @@ from hp_core.parallel.fsdp import require_sharded, set_gradient_sync
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepLoss, count_targets, on_device
 from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer
-from hp_core.training.evaluation import Evaluation, evaluate
+from hp_core.training.evaluation import Evaluation, evaluate, require_validation
 from hp_core.training.gradients import clip, norm_and_count
 from hp_core.training.loss import Reduction, reduction_of
 from hp_core.training.meter import Meter
@@ -135,7 +135,7 @@ class BaseTrainer:
             micro_batch_size=training.micro_batch_size,
             global_batch_size=training.global_batch_size,
         )
-        self._check_evaluation()
+        require_validation(self.config.evaluation, self.datasets)
         self.run.record(data=data_facts(self.datasets))
         for line in data_lines(self.datasets):
             self.run.console.say(line)
@@ -354,18 +354,6 @@ class BaseTrainer:
             seed=self.config.training.seed,
         )
         return loader
-
-    def _check_evaluation(self) -> None:
-        evaluation = self.config.evaluation
-        asked = evaluation.every or ("at_end" in evaluation.model_fields_set and evaluation.at_end)
-        if asked and self.datasets.validation is None:
-            raise InputError(
-                Problem(
-                    "there is nothing to evaluate on: the dataset has no validation split",
-                    path="evaluation",
-                    hint="set dataset.validation_fraction, or leave evaluation out",
-                )
-            )
 
     def _evaluate(self) -> Evaluation | None:
         """Evaluate on the whole validation set and log it."""

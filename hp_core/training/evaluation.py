@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hp_core.config.models import EvaluationConfig
+from hp_core.data.protocols import Datasets
+from hp_core.errors import InputError, Problem
 from hp_core.parallel.fsdp import reshard
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, label_of, loss_entries
@@ -37,6 +40,23 @@ class Evaluation:
             "eval_time_s": self.seconds,
             **named,
         }
+
+
+def require_validation(settings: EvaluationConfig, datasets: Datasets) -> None:
+    """Refuse a recipe that asks for evaluations of data that has no validation split.
+
+    Raises:
+        InputError: it says `every`, or `at_end` in so many words.
+    """
+    asked = settings.every or ("at_end" in settings.model_fields_set and settings.at_end)
+    if asked and datasets.validation is None:
+        raise InputError(
+            Problem(
+                "there is nothing to evaluate on: the dataset has no validation split",
+                path="evaluation",
+                hint="set dataset.validation_fraction, or leave evaluation out",
+            )
+        )
 
 
 @contextmanager
