@@ -22,7 +22,7 @@ from hp_core.checkpoint.tensors import (
     model_tensors,
     optimizer_scalars,
     optimizer_tensors,
-    require_same_names,
+    require_same_model,
     restore_optimizers,
 )
 from hp_core.errors import InputError, RunError
@@ -91,7 +91,7 @@ def load_checkpoint(
         same_world = state["world_size"] == setup.world_size
         random = torch.load(checkpoint.path / _random_file(setup.rank), weights_only=True) if same_world else None
     tensors = model_tensors(model)
-    require_same_names(tensors, metadata, checkpoint.path)
+    require_same_model(tensors, metadata, checkpoint.path)
     room = empty_optimizer_tensors(model, metadata)
     with _reading(checkpoint.path):
         dcp.load({**tensors, **room}, checkpoint_id=checkpoint.path)

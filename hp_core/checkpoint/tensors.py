@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from hp_core.errors import InputError
+from hp_core.errors import InputError, RunError
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
@@ -36,7 +36,7 @@ def optimizer_scalars(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict
     """The optimizers' state that is plain numbers, by FQN and key.
 
     Raises:
-        TypeError: a state value is neither a tensor nor a number; it could not be restored.
+        RunError: a state value is neither a tensor nor a number; it could not be restored.
     """
     scalars: dict[str, dict[str, Any]] = {}
     for fqn, state in _states(model, optimizers):
@@ -44,7 +44,7 @@ def optimizer_scalars(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict
             if isinstance(value, torch.Tensor) or value is None:
                 continue
             if not isinstance(value, (bool, int, float, str)):
-                raise TypeError(f"optimizer state {key!r} of {fqn} is a {type(value).__name__}; it can't be saved")
+                raise RunError(f"optimizer state {key!r} of {fqn} is a {type(value).__name__}; it can't be saved")
             scalars.setdefault(fqn, {})[key] = value
     return scalars
 
@@ -72,17 +72,27 @@ def empty_optimizer_tensors(model: nn.Module, metadata: Metadata) -> dict[str, t
     return room
 
 
-def require_same_names(tensors: Iterable[str], metadata: Metadata, path: Path) -> None:
-    """Refuse a checkpoint whose model has other parameters or buffers than `tensors` names.
+def require_same_model(tensors: Mapping[str, torch.Tensor], metadata: Metadata, path: Path) -> None:
+    """Refuse a checkpoint whose model has other parameters or buffers than `tensors`, or others of their kind.
 
     Raises:
-        InputError: names the first that one of them lacks.
+        InputError: names the first that one of them lacks, or whose dtype or shape differs.
     """
-    stored = {name for name in metadata.state_dict_metadata if name.startswith(MODEL)}
-    wanted = set(tensors)
-    for names, what in ((wanted - stored, "not in the checkpoint"), (stored - wanted, "not in the recipe's model")):
+    stored = {name: value for name, value in metadata.state_dict_metadata.items() if name.startswith(MODEL)}
+    missing, extra = set(tensors) - set(stored), set(stored) - set(tensors)
+    for names, what in ((missing, "not in the checkpoint"), (extra, "not in the recipe's model")):
         if names:
             raise InputError(f"{path}: made with another model: {min(names).removeprefix(MODEL)!r} is {what}")
+    for name, tensor in tensors.items():
+        saved = stored[name]
+        if not isinstance(saved, TensorStorageMetadata):
+            continue
+        found, wanted = (saved.properties.dtype, tuple(saved.size)), (tensor.dtype, tuple(tensor.shape))
+        if found != wanted:
+            raise InputError(
+                f"{path}: made with another model: {name.removeprefix(MODEL)!r} is {found[0]} {found[1]} there and "
+                f"{wanted[0]} {wanted[1]} in the recipe's model"
+            )
 
 
 def restore_optimizers(

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_core.data.fingerprint import document_hash, fingerprint
+from hp_core.data.fingerprint import fingerprint
 from hp_core.data.packing import MIN_SEQ_LEN, PackedRows, plan_rows
 from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
 from hp_core.data.rows import WithEmptyRow
 from hp_core.data.sources import Source
 from hp_core.data.split import held_out
-from hp_core.data.tokens import TokenStore, build_tokens, document_bytes
+from hp_core.data.tokens import TokenStore, build_tokens, document_bytes, split_hash
 from hp_core.errors import ArgumentError, InputError
 
 
@@ -79,7 +79,7 @@ def _training_texts(source: Source, validation_fraction: float) -> Iterator[str]
     if validation_fraction:
         hashes, has_text = array("Q"), array("b")
         for document in source.documents():
-            hashes.append(document_hash(document_bytes(document)))
+            hashes.append(split_hash(document))
             has_text.append(bool(document.text))
         held = held_out(
             np.frombuffer(hashes, dtype=np.uint64), np.frombuffer(has_text, dtype=np.bool_), validation_fraction

@@ -18,10 +18,14 @@ _METADATA_FILES = frozenset({"dataset_info.json", "dataset_dict.json", "state.js
 
 
 class Document(NamedTuple):
-    """One text, and where it stands (`data/a.jsonl:12`) for messages."""
+    """One text, and where it stands (`data/a.jsonl:12`) for messages.
+
+    Documents with the same `group` go to the same side of a validation split; without one, the text decides.
+    """
 
     text: str
     location: str
+    group: str = ""
 
 
 class Source(Protocol):

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class TokenStore:
-    """The ids of all documents end to end, and each document's length (0 if it has no text) and text hash.
+    """The ids of all documents end to end, and each document's length (0 if it has no text) and split hash.
 
     Opened when first used and never pickled, so it costs a data-loader worker nothing to be sent.
     """
@@ -51,7 +51,7 @@ class TokenStore:
 
     @cached_property
     def hashes(self) -> NDArray[np.uint64]:
-        """The hash of each document's text."""
+        """What a validation split goes by: the hash of each document's group, or of its text."""
         loaded: NDArray[np.uint64] = np.load(self.directory / "hashes.npy")
         return loaded
 
@@ -85,12 +85,18 @@ def document_bytes(document: Document) -> bytes:
         ) from error
 
 
+def split_hash(document: Document) -> int:
+    """What a validation split goes by. Raises `InputError` as `document_bytes` does."""
+    content = document_bytes(document)
+    return document_hash(document.group.encode() if document.group else content)
+
+
 def _write(documents: Iterable[Document], tokenizer: Tokenizer, directory: Path) -> None:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     lengths, hashes = array("q"), array("Q")
     with (directory / "tokens.bin").open("wb") as file:
         for batch in _batches(documents):
-            hashes.extend(document_hash(document_bytes(document)) for document in batch)
+            hashes.extend(split_hash(document) for document in batch)
             ids = _encode([document.text for document in batch], tokenizer)
             lengths.extend(map(len, ids))
             flat = np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=sum(map(len, ids)))

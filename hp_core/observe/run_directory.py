@@ -28,13 +28,15 @@ _RUN_FILES = (MANIFEST, METRICS_FILE, SAMPLES_FILE, CHECKPOINTS)
 class RunDirectory:
     """Where a run writes, and the checkpoint it goes on from, if any.
 
-    `continues` is true when the run goes on in the directory of the checkpoint: it appends to what is there.
+    `continues` is true when the run goes on in the directory of the checkpoint: it appends to what is there;
+    `reserved` when the directory was made for its name.
     """
 
     path: Path
     checkpoint: Checkpoint | None = None
     continues: bool = False
     messages: tuple[str, ...] = ()
+    reserved: bool = False
 
 
 def run_name(recipe: Path) -> str:
@@ -67,18 +69,35 @@ def choose(*, recipe: Path, output_dir: str | None, resume: str | None, overwrit
         return RunDirectory(path, found.newest, continues, _resumed(found))
     fresh = Path(output_dir) if output_dir else _reserve(Path("runs"), name)
     _refuse_used(fresh, overwrite)
-    return RunDirectory(fresh)
+    return RunDirectory(fresh, reserved=output_dir is None)
 
 
 def release(directory: RunDirectory) -> None:
     """Take back a directory that was reserved and never used."""
-    with suppress(OSError):
-        # Only an empty one goes.
-        directory.path.rmdir()
+    if directory.reserved:
+        with suppress(OSError):
+            # Only an empty one goes.
+            directory.path.rmdir()
 
 
-def prepare(directory: RunDirectory, *, overwrite: bool) -> None:
-    """Make the directory, clear an old run out of it when `overwrite` is given, and set a resumed one back."""
+def make(directory: RunDirectory) -> None:
+    """Make the directory.
+
+    Raises:
+        InputError: it can't be made or written to.
+    """
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        probe = directory.path / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        message = f"can't write to {str(directory.path)!r}: {error.strerror}"
+        raise InputError(Problem(message, path="output_dir", hint="name another directory")) from error
+
+
+def clear(directory: RunDirectory, *, overwrite: bool) -> None:
+    """Clear an old run out of the directory when `overwrite` is given, and set one that goes back, back."""
     if overwrite:
         for name in _RUN_FILES:
             path = directory.path / name
@@ -88,10 +107,6 @@ def prepare(directory: RunDirectory, *, overwrite: bool) -> None:
                 path.unlink(missing_ok=True)
     if directory.checkpoint is not None and directory.continues:
         set_aside(directory.path, after=directory.checkpoint.step)
-    try:
-        directory.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(Problem(f"can't make {str(directory.path)!r}: {error.strerror}", path="output_dir")) from error
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -122,7 +137,7 @@ def _latest(where: list[Path], fresh: Callable[[], Path]) -> RunDirectory:
     nothing = "checkpoint.resume is latest and no complete checkpoint was found: starting at step 0"
     path = fresh()
     continues = any(other.resolve() == path.resolve() and _holds_run(other) for other in where)
-    return RunDirectory(path, None, continues, (*passed, nothing))
+    return RunDirectory(path, None, continues, (*passed, nothing), reserved=not continues)
 
 
 def _home(found: Search) -> Path | None:

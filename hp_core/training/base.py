@@ -19,7 +19,14 @@ from hp_core.errors import InputError, Problem, RunError
 from hp_core.parallel.fsdp import require_sharded, set_gradient_sync
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepLoss, count_targets, on_device
-from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer
+from hp_core.training.built import (
+    as_lr_scheduler,
+    as_module,
+    as_optimizer,
+    require_each_once,
+    require_savable,
+    require_without_parameters,
+)
 from hp_core.training.evaluation import Evaluation, evaluate, require_validation
 from hp_core.training.gradients import clip, norm_and_count
 from hp_core.training.loss import Reduction, reduction_of
@@ -106,6 +113,7 @@ class BaseTrainer:
     def _build_loss(self) -> None:
         """Build the loss and show it the finished model."""
         self.loss_fn = as_module(self.run.plugins.hook.build_loss(config=self.config), "loss_fn").to(self.setup.device)
+        require_without_parameters(self.loss_fn)
         try:
             self.reduction = reduction_of(self.loss_fn)
         except ValueError as error:
@@ -176,14 +184,7 @@ class BaseTrainer:
         require_sharded(self.model, self.setup)
         built = self.run.plugins.hook.build_optimizer(config=self.config, model=self.model)
         self.optimizer = as_optimizer(built)
-        names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        seen = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        missing = [name for parameter, name in names.items() if parameter not in set(seen)]
-        if missing or len(seen) != len(set(seen)):
-            what = f"does not hold {missing[0]!r}" if missing else "holds a parameter twice"
-            raise InputError(
-                Problem(f"{what}; each trainable parameter belongs to exactly one group", path="optimizer")
-            )
+        require_each_once(self.optimizer, self.model)
         self.run.optimizer = self.optimizer
 
     def _build_lr_scheduler(self) -> None:
@@ -192,6 +193,7 @@ class BaseTrainer:
             config=self.config, optimizer=self.optimizer, train_iters=total_steps(self.order, self.config.training)
         )
         self.lr_scheduler = as_lr_scheduler(built)
+        require_savable(self.lr_scheduler)
 
     def _restore(self) -> None:
         """Load the checkpoint that the run goes on from."""
@@ -232,7 +234,7 @@ class BaseTrainer:
             if self._save_is_due():
                 self._save()
             if self.config.evaluation.every and state.step % self.config.evaluation.every == 0:
-                evaluation = self._evaluate()
+                evaluation = self._evaluate(self.datasets.validation)
         return evaluation
 
     def _save_is_due(self, *, at_end: bool = False, stopped_early: bool = False) -> bool:
@@ -355,34 +357,36 @@ class BaseTrainer:
         )
         return loader
 
-    def _evaluate(self) -> Evaluation | None:
-        """Evaluate on the whole validation set and log it."""
-        validation = self.datasets.validation
-        if validation is None or len(validation) == 0:
+    def _evaluate(self, dataset: RowDataset | None, split: str = "eval") -> Evaluation | None:
+        """Evaluate on the whole of a data set, if there is one, and log it."""
+        if dataset is None or len(dataset) == 0:
             return None
         batches = evaluation_batches(
-            len(validation), self.setup.dp_rank, self.setup.dp_size, self.config.training.micro_batch_size
+            len(dataset), self.setup.dp_rank, self.setup.dp_size, self.config.training.micro_batch_size
         )
-        iterator = iter(self._loader(validation, batches))
+        iterator = iter(self._loader(dataset, batches))
         result = evaluate(
-            self.model,
+            (self.model, self.loss_fn),
             (MicroBatch.of(*self.get_batch(iterator)) for _ in batches),
             lambda micro_batch: self._loss_of(micro_batch)[0],
             self.reduction,
             self.setup,
         )
-        metrics = result.as_metrics(self.run.state.step)
+        metrics = result.as_metrics(self.run.state.step, split)
         self.run.log(metrics)
         loss = "none" if result.loss is None else f"{result.loss:.4f}"
-        self.run.console.say(f"step {self.run.state.step}: eval loss {loss} over {result.tokens:,} tokens")
+        self.run.console.say(f"step {self.run.state.step}: {split} loss {loss} over {result.tokens:,} tokens")
         self.run.plugins.hook.on_evaluate(run=self.run, evaluation=metrics)
         return result
 
     def _finish(self, evaluation: Evaluation | None) -> Evaluation | None:
-        """What comes after the last step: the final evaluation, unless the last step was evaluated already."""
+        """After the last step: evaluate, unless that step was evaluated already, and measure the test set."""
         settings = self.config.evaluation
-        just_done = bool(settings.every) and self.run.state.step % settings.every == 0
-        return self._evaluate() if settings.at_end and not just_done else evaluation
+        if settings.at_end:
+            if not (settings.every and self.run.state.step % settings.every == 0):
+                evaluation = self._evaluate(self.datasets.validation)
+            self._evaluate(self.datasets.test, "test")
+        return evaluation
 
     def _save(self) -> None:
         """Write a checkpoint of everything that resuming needs."""

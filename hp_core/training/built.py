@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hp_core.errors import InputError, Problem
 from hp_core.training.protocols import OffersLRScheduler, OffersOptimizer
+from hp_core.training.schedule import scheduler_state
 
 
 def as_module(built: Any, section: str) -> nn.Module:
@@ -36,6 +38,40 @@ def as_lr_scheduler(built: Any) -> LRScheduler:
         return built
     wanted = "torch.optim.lr_scheduler.LRScheduler, or an object with get_lr_scheduler() that gives one"
     raise _refused(built, "lr_scheduler", wanted)
+
+
+def require_each_once(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer that doesn't hold each trainable parameter of the model, and nothing else, once."""
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = set(listed)
+    missing = [name for parameter, name in names.items() if parameter not in held]
+    what = None
+    if missing:
+        what = f"does not hold {missing[0]!r}"
+    elif len(listed) != len(held):
+        what = "holds a parameter twice"
+    elif held - set(model.parameters()):
+        what = "holds a tensor that is no parameter of the model"
+    if what is not None:
+        raise InputError(Problem(f"{what}; each trainable parameter belongs to exactly one group", path="optimizer"))
+
+
+def require_without_parameters(loss_fn: nn.Module) -> None:
+    """Refuse a loss with trainable parameters: nothing would train, reduce or save them."""
+    names = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
+    if names:
+        message = f"{type(loss_fn).__name__} has the trainable parameter {names[0]!r}, which nothing would train"
+        raise InputError(Problem(message, path="loss_fn", hint="make it part of the model, or freeze it"))
+
+
+def require_savable(scheduler: LRScheduler) -> None:
+    """Refuse a scheduler whose state no checkpoint could hold, before the first step rather than after the last."""
+    try:
+        json.dumps(scheduler_state(scheduler))
+    except (TypeError, ValueError) as error:
+        message = f"{type(scheduler).__name__}.state_dict() can't be saved as JSON: {error}"
+        raise InputError(Problem(message, path="lr_scheduler")) from error
 
 
 def _refused(built: Any, section: str, wanted: str) -> InputError:

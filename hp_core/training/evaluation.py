@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +30,14 @@ class Evaluation:
     losses: dict[str, float]
     seconds: float
 
-    def as_metrics(self, step: int) -> dict[str, Any]:
-        """The row for the trackers."""
-        named = {f"eval_{name}": value for name, value in self.losses.items() if name != "loss"}
+    def as_metrics(self, step: int, split: str = "eval") -> dict[str, Any]:
+        """The row for the trackers; `split` is `eval` or `test`."""
+        named = {f"{split}_{name}": value for name, value in self.losses.items() if name != "loss"}
         return {
             "step": step,
-            "eval_loss": self.loss,
-            "eval_tokens": self.tokens,
-            "eval_time_s": self.seconds,
+            f"{split}_loss": self.loss,
+            f"{split}_tokens": self.tokens,
+            f"{split}_time_s": self.seconds,
             **named,
         }
 
@@ -60,23 +60,25 @@ def require_validation(settings: EvaluationConfig, datasets: Datasets) -> None:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; modes, random streams and shards are as before afterwards."""
     random = random_state()
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    training = [one for module in modules for one in module.modules() if one.training]
+    for module in modules:
+        module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        reshard(model)
-        for module in training:
-            module.training = True
+        for module in modules:
+            reshard(module)
+        for one in training:
+            one.training = True
         restore_random_state(random)
 
 
 def evaluate(
-    model: nn.Module,
+    modules: Sequence[nn.Module],
     micro_batches: Iterable[MicroBatch],
     loss_of: Callable[[MicroBatch], Any],
     reduction: Reduction,
@@ -90,7 +92,7 @@ def evaluate(
     started = time.perf_counter()
     sums: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = {}
-    with evaluating(model):
+    with evaluating(*modules):
         for micro_batch in micro_batches:
             entries = loss_entries(loss_of(micro_batch))
             for label, count in micro_batch.targets.items():

@@ -46,21 +46,25 @@ def describe(
     gradients = [
         name for name, p in parameters if p.grad is not None and not bool(torch.isfinite(local_part(p.grad)).all())
     ]
-    everywhere = _gather((faults, gradients), setup)
-    all_faults = [fault for faults, _ in everywhere for fault in faults]
+    samples = [i for micro_batch in micro_batches for i in micro_batch.sample_ids]
+    everywhere = _gather((faults, gradients, samples), setup)
+    all_faults = [fault for faults, _, _ in everywhere for fault in faults]
     if all_faults:
         return "; ".join(str(fault) for fault in all_faults[:3]) + _more(len(all_faults) - 3)
-    names = sorted({name for _, names in everywhere for name in names})
+    names = sorted({name for _, names, _ in everywhere for name in names})
     if not names:
         return "the norm of the gradients overflows; each of them is finite"
-    ids = sorted({i for micro_batch in micro_batches for i in micro_batch.sample_ids if i >= 0})
-    return f"the gradient of {names[0]}{_more(len(names) - 1)} (rank {setup.rank} saw samples {ids})"
+    ids = sorted({i for _, _, seen in everywhere for i in seen if i >= 0})
+    return f"the gradient of {names[0]}{_more(len(names) - 1)}, with finite losses; the step's samples are {ids}"
 
 
-def _gather(value: tuple[list[Fault], list[str]], setup: DistributedSetup) -> list[tuple[list[Fault], list[str]]]:
+_Account = tuple[list[Fault], list[str], list[int]]
+
+
+def _gather(value: _Account, setup: DistributedSetup) -> list[_Account]:
     if setup.world_size == 1:
         return [value]
-    values: list[tuple[list[Fault], list[str]]] = [value] * setup.world_size
+    values: list[_Account] = [value] * setup.world_size
     dist.all_gather_object(values, value, group=setup.host_group)
     return values
 

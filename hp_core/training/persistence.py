@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hp_core.checkpoint.layout import Checkpoint
 from hp_core.checkpoint.store import load_checkpoint, optimizer_names, save_checkpoint
-from hp_core.errors import InputError
+from hp_core.errors import InputError, Problem
 from hp_core.training.protocols import parts_of
 from hp_core.training.run import Run
 from hp_core.training.schedule import restore_scheduler, scheduler_state
@@ -28,6 +28,7 @@ def save(run: Run, model: nn.Module, optimizer: Optimizer, lr_scheduler: LRSched
             "state": run.state.as_dict(),
             "world_size": run.setup.world_size,
             "data_fingerprint": data_fingerprint,
+            "seed": run.config.training.seed,
             "optimizers": optimizer_names(optimizers),
             "lr_scheduler": scheduler_state(lr_scheduler),
         },
@@ -56,6 +57,15 @@ def restore(
         raise InputError(
             f"{checkpoint.path}: the training data is not what the run was trained on, so its position in the data "
             "means nothing; start a new run"
+        )
+    if state["seed"] != run.config.training.seed:
+        raise InputError(
+            Problem(
+                f"{checkpoint.path} was trained with seed {state['seed']}: with another one the rows come in another "
+                "order, and its position in them means nothing",
+                path="training.seed",
+                hint=f"write seed: {state['seed']}, or start a new run",
+            )
         )
     same_streams = load_checkpoint(
         checkpoint,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -13,13 +14,15 @@ from torch.optim import Optimizer
 from hp_core.checkpoint.layout import MANIFEST
 from hp_core.config import Recipe, TrainerConfig
 from hp_core.data.protocols import Datasets, RowDataset
-from hp_core.errors import InputError
+from hp_core.errors import HpError, InputError
 from hp_core.observe.console import Console
 from hp_core.observe.run_directory import RunDirectory, write_json
 from hp_core.observe.trackers import Tracker
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.plugins import Plugins
 from hp_core.training.state import RunState
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -84,13 +87,28 @@ def require_same_everywhere(what: str, value: Any, setup: DistributedSetup) -> N
             raise InputError(f"{what} differ between ranks: rank 0 has {values[0]}, rank {rank} has {other}")
 
 
-def from_main(value: Any, setup: DistributedSetup) -> Any:
-    """The main rank's `value`, on every rank."""
-    if setup.world_size == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=setup.host_group)
-    return box[0]
+def on_main(function: Callable[[], T], setup: DistributedSetup) -> T:
+    """Call `function` on the main rank alone; every rank gets what it returned or, if it failed, its `HpError`."""
+    box: list[Any] = [None]
+    if setup.environment.is_main:
+        try:
+            box = [function()]
+        except HpError as error:
+            box = [error]
+    if setup.world_size > 1:
+        dist.broadcast_object_list(box, src=0, group=setup.host_group)
+    if isinstance(box[0], HpError):
+        raise box[0]
+    value: T = box[0]
+    return value
+
+
+def digest(config: TrainerConfig) -> str:
+    """A hash of everything that a recipe says, for comparing; where values come from the environment too."""
+    targets = [(target.section, target.spelling, sorted(target.arguments.items())) for target in config.targets()]
+    sections = [str(config.training), str(config.fsdp_config), str(config.mixed_precision), str(config.evaluation)]
+    text = repr((targets, sections, str(config.checkpoint), config.plugins))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def data_facts(datasets: Datasets) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from hp_core.config import Recipe
 from hp_core.config.render import resolved_yaml
 from hp_core.errors import HpError, InputError
 from hp_core.observe.console import Console
-from hp_core.observe.run_directory import RECIPE_FILE, RunDirectory, choose, prepare, release, versions
+from hp_core.observe.run_directory import RECIPE_FILE, RunDirectory, choose, clear, make, release, versions
 from hp_core.observe.trackers import JsonlTracker
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.setup import DistributedSetup, default_threads, distributed
-from hp_core.plugins import load_plugins, provenance
+from hp_core.plugins import load_plugins, provenance, refuse_hooks_without_calls
 from hp_core.training.base import BaseTrainer
 from hp_core.training.defaults import DefaultHooks
-from hp_core.training.run import Report, Run, from_main, require_same_everywhere
+from hp_core.training.run import Report, Run, digest, on_main, require_same_everywhere
 
 
 def train(
@@ -58,6 +59,7 @@ def _train(
         base_dir=Path(recipe.path).resolve().parent,
         defaults=(DefaultHooks(),),
     )
+    refuse_hooks_without_calls(plugins)
     if config.training.enable_full_determinism:
         _be_deterministic()
     if "OMP_NUM_THREADS" not in os.environ and environment.launcher == "none":
@@ -65,6 +67,7 @@ def _train(
     with distributed(environment, config) as setup:
         components = [target.component for target in config.targets() if target.component is not None]
         facts = provenance(plugins, components)
+        require_same_everywhere("recipes", digest(config), setup)
         require_same_everywhere("plugins and their versions", sorted(_names(facts)), setup)
         directory = _directory(recipe, setup, overwrite)
         _check_plugins_of_checkpoint(directory, facts, config.checkpoint.allow_plugin_changes)
@@ -105,22 +108,18 @@ def _be_deterministic() -> None:
 
 def _directory(recipe: Recipe, setup: DistributedSetup, overwrite: bool) -> RunDirectory:
     config = recipe.config
-    chosen: RunDirectory | InputError
-    try:
-        chosen = choose(
+
+    def pick() -> RunDirectory:
+        return choose(
             recipe=Path(recipe.path),
             output_dir=config.output_dir,
             resume=config.checkpoint.resume,
             overwrite=overwrite,
             now=datetime.now(),
         )
-    except InputError as error:
-        chosen = error
-    # The main rank decides for all: clocks differ, and the directory it makes must not be in the others' way.
-    chosen = from_main(chosen, setup)
-    if isinstance(chosen, InputError):
-        raise chosen
-    return chosen
+
+    # The main rank decides for all: clocks differ, and choosing may make a directory.
+    return on_main(pick, setup)
 
 
 def _manifest(
@@ -147,20 +146,25 @@ def _manifest(
 
 
 def _open(run: Run, overwrite: bool) -> None:
-    """Make the run's directory and its trackers, on the main rank."""
-    directory, config = run.directory, run.config
+    """Make the run's directory and its trackers, on the main rank; every rank hears of it when that fails."""
+    on_main(partial(_open_here, run, overwrite), run.setup)
     run.is_open = True
-    if not run.setup.environment.is_main:
-        return
-    prepare(directory, overwrite=overwrite)
-    (directory.path / RECIPE_FILE).write_text(resolved_yaml(run.recipe), encoding="utf-8")
     run.record()
+
+
+def _open_here(run: Run, overwrite: bool) -> None:
+    directory, config = run.directory, run.config
+    make(directory)
+    # A tracker that can't be built must not cost the run that is to be replaced.
+    trackers = [
+        target.build(run_dir=directory.path, config=config, first_step=run.state.step + 1) for target in config.trackers
+    ]
+    clear(directory, overwrite=overwrite)
+    (directory.path / RECIPE_FILE).write_text(resolved_yaml(run.recipe), encoding="utf-8")
     resume_step = None
     if directory.continues:
         resume_step = directory.checkpoint.step if directory.checkpoint else 0
-    run.trackers.append(JsonlTracker(directory.path, resume_step))
-    for target in config.trackers:
-        run.trackers.append(target.build(run_dir=directory.path, config=config, first_step=run.state.step + 1))
+    run.trackers += [JsonlTracker(directory.path, resume_step), *trackers]
     run.console.say(f"run directory: {directory.path}")
 
 

@@ -23,7 +23,7 @@ from hp_core.errors import InputError
 
 Include = Literal["docstrings", "sources", "both"]
 
-_RULE_VERSION = 1
+_RULE_VERSION = 2
 _SKIPPED_DIRECTORIES = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -73,8 +73,10 @@ def _read(path: Path, include: Include) -> list[Document]:
         docstrings = [] if include == "sources" else _docstrings(source)
     except (SyntaxError, UnicodeError):
         return []
-    documents = [Document(docstring, f"{path}:{line}") for line, docstring in docstrings]
-    return documents if include == "docstrings" else [*documents, Document(source, str(path))]
+    # A docstring stands in its file too: held out apart from it, it would be seen in training all the same.
+    group = fingerprint("file", content.decode("latin-1"))
+    documents = [Document(docstring, f"{path}:{line}", group) for line, docstring in docstrings]
+    return documents if include == "docstrings" else [*documents, Document(source, str(path), group)]
 
 
 def _docstrings(source: str) -> list[tuple[int, str]]:
@@ -101,8 +103,9 @@ def python_docs(
     """Docstrings and sources of the running Python's standard library, packed into rows of `max_seq_len` tokens.
 
     Each docstring is a document, and each source file. Files are taken in the order of their paths, the first
-    `max_files` of them; tests are left out. `validation_fraction` of the documents, chosen by their text, are held
-    out. Token ids are cached in `cache_dir` (default `$HP_CACHE_DIR`, else the user's cache directory).
+    `max_files` of them; tests are left out. `validation_fraction` of the files, chosen by their text, are held out
+    with their docstrings. Token ids are cached in `cache_dir` (default `$HP_CACHE_DIR`, else the user's
+    cache directory).
     """
     source = PythonDocs(Path(sysconfig.get_path("stdlib")), include, max_files)
     return build_datasets(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from hp_core.data.protocols import Tokenizer
 from hp_core.errors import InputError, Problem
@@ -13,7 +14,7 @@ from hp_core.training.accounting import MicroBatch
 from hp_core.training.base import BaseTrainer
 from hp_core.training.evaluation import Evaluation, evaluating
 from hp_plugins.collators.rows import rows
-from hp_plugins.trainers.probes import check_isolation, check_shift
+from hp_plugins.trainers.probes import check_call, check_isolation, check_shift
 from hp_plugins.trainers.sampling import write_samples
 
 # What the loader's batches hold beside the label tensors and whatever a dataset adds.
@@ -30,10 +31,11 @@ class TextTrainer(BaseTrainer):
     def _build_dataset(self) -> None:
         super()._build_dataset()
         self.tokenizer = self.datasets.tokenizer or self.tokenizer
-        check_isolation(self.model, self.setup.device)
-        check_shift(self._model_loss, self.setup.device)
+        check_call(self.model)
         if isinstance(self.tokenizer, Tokenizer):
             _check_vocabulary(self.model, self.tokenizer)
+        check_isolation(self.model, self.setup.device)
+        check_shift(self._model_loss, self.setup.device)
         if self.config.evaluation.samples.prompts and not isinstance(self.tokenizer, Tokenizer):
             raise InputError(Problem("sampling text needs dataset.tokenizer", path="evaluation.samples.prompts"))
 
@@ -79,6 +81,8 @@ def get_batch(iterator: Iterator[dict[str, Any]]) -> tuple[dict[str, Any], dict[
 
 
 def _check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:
+    if not isinstance(model, PreTrainedModel):
+        return
     embeddings = model.get_input_embeddings()
     if tokenizer.vocab_size > embeddings.num_embeddings:
         raise InputError(

@@ -44,9 +44,11 @@ def numbered_rows(
     silent: list[int] | None = None,
     validation_rows: int = 0,
     validation_silent: list[int] | None = None,
+    test_rows: int = 0,
 ) -> Datasets:
+    test = NumberedRows(test_rows, length, vocab, set()) if test_rows else None
     validation = NumberedRows(validation_rows, length, vocab, set(validation_silent or [])) if validation_rows else None
-    return Datasets(NumberedRows(num_rows, length, vocab, set(silent or [])), validation)
+    return Datasets(NumberedRows(num_rows, length, vocab, set(silent or [])), validation, test)
 
 
 class FaultyLoss(nn.Module):
@@ -87,3 +89,26 @@ class RaisingLoss(nn.Module):
         if dist.get_rank() == self.rank and self.count == self.call:
             raise RuntimeError("the loss broke")
         return model_output.loss
+
+
+class WeighingLoss(nn.Module):
+    """A loss with a parameter of its own, which nothing would train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor) -> torch.Tensor:
+        return model_output.loss * self.weight
+
+
+def stray_optimizer(lr: float, *, model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer with a tensor that is not the model's."""
+    return torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=lr)
+
+
+def broken_tracker(run_dir: Any) -> Any:
+    """A tracker that can't be built."""
+    from hp_core import ArgumentError
+
+    raise ArgumentError("_target_", "this tracker is not installed")

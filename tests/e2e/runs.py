@@ -76,7 +76,7 @@ def train(path: Path, *overrides: str, nproc: int = 1, out: Path | None = None) 
 
 def steps(rows: list[dict[str, Any]], name: str = "loss") -> list[Any]:
     """One metric of the logged steps, in order; evaluations are left out."""
-    return [row[name] for row in rows if name in row and "eval_loss" not in row]
+    return [row[name] for row in rows if name in row and not {"eval_loss", "test_loss"} & set(row)]
 
 
 def hp_train(

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from hp_core.observe.trackers import read_metrics
+from hp_core.testing.ranks import RankError, run_ranks
 from tests.conftest import ROOT
-from tests.e2e.runs import hp_train, hp_train_here, manifest, recipe, steps
+from tests.e2e.runs import hp_train, hp_train_here, manifest, recipe, steps, train_here
 
 
 def text_recipe(tmp_path: Path, extra: str = "") -> Path:
@@ -261,3 +262,48 @@ def test_a_run_killed_outright_leaves_no_process_and_resumes(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = read_metrics(tmp_path / "run")
     assert steps(rows, "step") == list(range(1, 13))
+
+
+def test_two_ranks_make_one_directory(tmp_path, monkeypatch):
+    path = recipe(tmp_path)
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "output_dir" not in line))
+    monkeypatch.chdir(tmp_path)
+    run_ranks(train_here, 2, str(path), ["--training.train_iters=1"])
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_a_tracker_that_fails_does_not_cost_the_run_that_is_replaced(tmp_path):
+    path = recipe(tmp_path)
+    assert hp_train_here(str(path), "--training.train_iters=1").returncode == 0
+    done = hp_train_here(str(path), "--trackers=[{_target_: tests.e2e.parts.broken_tracker}]", "--overwrite")
+    assert done.returncode == 2
+    assert "this tracker is not installed" in done.stderr
+    assert len(read_metrics(tmp_path / "run")) == 1
+    out = f"--output_dir={tmp_path / 'two'}"
+    with pytest.raises(RankError, match="this tracker is not installed"):
+        run_ranks(train_here, 2, str(path), ["--trackers=[{_target_: tests.e2e.parts.broken_tracker}]", out])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--loss_fn={_target_: tests.e2e.parts.WeighingLoss}"], "has the trainable parameter 'weight'"),
+        (["--optimizer={_target_: tests.e2e.parts.stray_optimizer, lr: 0.1}"], "no parameter of the model"),
+        (["--plugins=[./plan.py]"], "implements on_plan, which this version does not call yet"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(tmp_path, overrides, message):
+    (tmp_path / "plan.py").write_text("from hp_core import hookimpl\n\n\n@hookimpl\ndef on_plan(plan):\n    del plan\n")
+    done = hp_train_here(str(recipe(tmp_path)), *overrides)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_a_test_set_is_measured_at_the_end(tmp_path):
+    path = recipe(tmp_path)
+    done = hp_train_here(str(path), "--dataset.test_rows=4", "--dataset.validation_rows=4", "--training.train_iters=2")
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(tmp_path / "run")
+    assert rows[-1]["step"] == 2
+    assert rows[-1]["test_tokens"] == rows[-2]["eval_tokens"]
+    assert rows[-1]["test_loss"] == pytest.approx(rows[-2]["eval_loss"], abs=1e-6)

@@ -116,13 +116,18 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (["--training.seed=4"], "was trained with seed 3"),
+        (
+            ["--model.dtype=bfloat16"],
+            "torch.float32 (96, 32) there and torch.bfloat16 (96, 32) in",
+        ),
         (["--dataset.num_rows=11"], "the training data is not what the run was trained on"),
         (["--optimizer={name: sgd, lr: 0.1}"], "made with other plugins or components"),
         (
             ["--optimizer={name: sgd, lr: 0.1}", "--checkpoint.allow_plugin_changes=true"],
             "written with AdamW, the recipe builds SGD",
         ),
-        (["--model.config.hidden_size=64"], "can't be loaded into this model"),
+        (["--model.config.hidden_size=64"], "made with another model"),
         (
             ["--model.config.num_hidden_layers=1"],
             "made with another model: 'model.layers.1.input_layernorm.weight' is not in the recipe's model",

@@ -10,7 +10,7 @@ import pytest
 
 from hp_core.checkpoint.layout import MANIFEST, METADATA, TRAINER_STATE, step_directory
 from hp_core.errors import InputError
-from hp_core.observe.run_directory import RunDirectory, choose, prepare, release, run_name, write_json
+from hp_core.observe.run_directory import RunDirectory, choose, clear, make, release, run_name, write_json
 from hp_core.observe.trackers import METRICS_FILE
 
 NOW = datetime(2024, 5, 6, 7, 8, 9)
@@ -20,6 +20,11 @@ STAMP = "20240506-070809"
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+def prepare(directory: RunDirectory, *, overwrite: bool) -> None:
+    make(directory)
+    clear(directory, overwrite=overwrite)
 
 
 def pick(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hp_core.data.protocols import Datasets, RowDataset
+from hp_core.data.tokens import split_hash
 from hp_core.errors import ArgumentError, HpError, InputError
 from hp_plugins.datasets.python_docs import Include, PythonDocs, python_docs
 from hp_plugins.datasets.text import text
@@ -184,6 +185,17 @@ def library(tmp_path: Path) -> Path:
 
 def read(library: Path, include: Include, max_files: int | None = None) -> list[str]:
     return [document.text for document in PythonDocs(library, include, max_files).documents()]
+
+
+def test_a_docstring_is_held_out_with_its_file(library: Path) -> None:
+    documents = list(PythonDocs(library, "both").documents())
+    groups: dict[str, set[str]] = {}
+    for document in documents:
+        groups.setdefault(document.location.partition(".py")[0], set()).add(document.group)
+    assert all(len(group) == 1 and "" not in group for group in groups.values())
+    assert len({group for one in groups.values() for group in one}) == len(groups)
+    hashes = {split_hash(document) for document in documents}
+    assert len(hashes) == len(groups)
 
 
 def test_what_of_the_library_becomes_documents(library: Path) -> None:

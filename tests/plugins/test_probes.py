@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig
 
 from hp_core.errors import InputError
-from hp_plugins.trainers.probes import check_isolation, check_shift
+from hp_plugins.trainers.probes import check_call, check_isolation, check_shift
 from hp_plugins.trainers.text import get_batch
 from tests.model.tiny import FAMILIES, a_setup, build
 
@@ -32,9 +32,10 @@ def test_families_that_follow_positions_pass(family, dtype):
         MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=8),
     ],
 )
-def test_families_that_ignore_positions_are_refused(config):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_families_that_ignore_positions_are_refused(config, dtype):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
     with pytest.raises(InputError, match="does not keep packed documents apart"):
         check_isolation(model, CPU)
 
@@ -63,3 +64,16 @@ def test_a_model_that_shifts_again_is_refused():
     check_shift(run(Shifting(once=False), sees_labels=False), CPU)
     with pytest.raises(InputError, match="shifts labels that are shifted already"):
         check_shift(run(Shifting(once=False)), CPU)
+
+
+def test_logits_that_are_no_numbers_are_refused():
+    with a_setup() as setup:
+        model = build(setup, FAMILIES["llama"])
+        model.lm_head.weight.data.fill_(float("nan"))
+        with pytest.raises(InputError, match="keep packed documents apart"):
+            check_isolation(model, CPU)
+
+
+def test_a_model_that_takes_no_positions_is_refused():
+    with pytest.raises(InputError, match=r"Linear\.forward takes no input_ids, position_ids, labels, use_cache"):
+        check_call(torch.nn.Linear(2, 2))
