@@ -9,6 +9,8 @@ EXIT_DONE = 0
 EXIT_RUN_FAILED = 1
 EXIT_USER_INPUT = 2
 EXIT_STOPPED = 75
+# What a shell reports for a process ended by Ctrl-C.
+EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ _hookspec = pluggy.HookspecMarker(PROJECT)
 def on_plan(plan: Any) -> None:
     """Look at what is about to be built, before anything is.
 
-    Not called by this version yet: a recipe that activates a plugin with it is refused.
-
-    When: once in a run, after the recipe is resolved and before the model exists.
+    When: not in this version yet, which refuses a recipe that activates a plugin with it; then
+        once in a run, after the recipe is resolved and before the model exists.
     Ranks: every rank, with equal plans.
 
     Args:
@@ -75,9 +74,8 @@ def build_model(
 def replace_module(module: Any, module_fqn: str, context: Any) -> Any:
     """Give the replacement of one module inside the model.
 
-    Not called by this version yet: a recipe that activates a plugin with it is refused.
-
-    When: during `build_model`, for each module that a `plan_overrides` entry with a replacement matches.
+    When: not in this version yet, which refuses a recipe that activates a plugin with it; then
+        during `build_model`, for each module that a `plan_overrides` entry with a replacement matches.
     Ranks: every rank; all must replace the same modules.
 
     Args:

@@ -113,7 +113,7 @@ def _writing(final: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise RunError(f"can't write checkpoint {final}: {error}") from error
+        raise RunError(f"can't write checkpoint {final}: {_first_line(error)}") from error
 
 
 @contextmanager

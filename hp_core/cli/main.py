@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from hp_core.cli import check, config, plugins, schema, train
-from hp_core.errors import HpError, InputError, Problem
+from hp_core.errors import EXIT_INTERRUPTED, HpError, InputError, Problem
 
 _EPILOG = """\
 Any recipe value can be given on the command line: --training.train_iters=10 --optimizer.lr=1e-4
 --plugins='[my_plugin]'. The value is read as if it were written in the recipe.
 
-exit codes: 0 done, 1 the run failed, 2 the recipe, command line or plugins are wrong.
+exit codes: 0 done, 1 the run failed, 2 the recipe, command line or plugins are wrong,
+130 interrupted.
 """
 
 
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HpError as error:
         print(f"error: {error}" if not isinstance(error, InputError) else str(error), file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; --checkpoint.resume=latest goes on from the last checkpoint", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of a pipe (head) went away; python would complain again while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_core.cli.checked import checked_recipe
-from hp_core.errors import EXIT_RUN_FAILED, HpError, InputError
+from hp_core.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, HpError, InputError
 from hp_core.parallel.environment import ProcessEnvironment, detect
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     environment = detect(os.environ)
+    if "HP_ERROR_FILE" in os.environ:
+        _end_with_the_launcher()
     overrides = list(args.overrides)
     if args.nproc is not None:
         overrides.append(f"--launch.nproc={args.nproc}")
@@ -57,10 +60,24 @@ def run(args: argparse.Namespace) -> int:
             command=sys.argv,
         )
         return 0
+    except KeyboardInterrupt:
+        if environment.launcher == "none":
+            raise
+        # The launcher got the signal too, and speaks.
+        os._exit(EXIT_INTERRUPTED)
     except Exception as error:
         if environment.launcher == "none":
             raise
         return _report(error, environment)
+
+
+def _end_with_the_launcher() -> None:
+    """Have the kernel kill this rank when the launcher is gone, so that no orphan trains on beside a resumed run."""
+    if sys.platform == "linux":
+        import ctypes
+
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _launch(recipe: Recipe, args: argparse.Namespace) -> int:

@@ -52,6 +52,8 @@ class Signature:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
             raise SignatureError("has no signature to check arguments against") from None
+        if isinstance(function, type) and _builds_without_arguments(function):
+            return cls({}, False, EMPTY)
         hints = _hints(function)
         parameters: dict[str, Parameter] = {}
         for name, parameter in signature.parameters.items():
@@ -71,6 +73,12 @@ class Signature:
         """Return the parameters that a recipe can write, given those that the trainer provides."""
         runtime = frozenset(runtime_arguments)
         return {name: one for name, one in self.parameters.items() if name not in runtime}
+
+
+def _builds_without_arguments(function: type) -> bool:
+    """Whether a class leaves its construction to torch's `nn.Module`, which takes anything only to refuse it later."""
+    owner = next(base for base in function.__mro__ if "__init__" in vars(base))
+    return (owner.__module__, owner.__qualname__) == ("torch.nn.modules.module", "Module")
 
 
 def argument_adapter(parameters: Mapping[str, Parameter]) -> TypeAdapter[Any]:

@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 
 from hp_core.data.protocols import EMPTY_ROW, IGNORED_LABEL, DataReport, Datasets, RowDataset, Sample
-from hp_core.errors import InputError
+from hp_core.errors import InputError, Problem
 
 
 class WithEmptyRow:
@@ -74,8 +74,7 @@ def _prepare(dataset: RowDataset, role: str) -> WithEmptyRow:
     needed = ("fingerprint", "max_seq_len", "report", "__len__", "__getitem__")
     missing = [name for name in needed if not hasattr(dataset, name)]
     if missing:
-        raise InputError(
-            f"the {role} dataset, a {type(dataset).__name__}, lacks {', '.join(missing)}"
-            "; see hp_core.data.protocols.RowDataset"
-        )
+        message = f"the {role} dataset, a {type(dataset).__name__}, lacks {', '.join(missing)}"
+        hint = "see 'A data set of your own' in docs/writing-a-plugin.md"
+        raise InputError(Problem(message, path="dataset", hint=hint))
     return WithEmptyRow(dataset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shutil
@@ -14,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from hp_core.checkpoint.layout import CHECKPOINTS, MANIFEST, Checkpoint, Search, named, search, set_aside
 from hp_core.errors import InputError, Problem
@@ -96,6 +99,21 @@ def make(directory: RunDirectory) -> None:
         raise InputError(Problem(message, path="output_dir", hint="name another directory")) from error
 
 
+def lock(directory: RunDirectory) -> FileLock:
+    """Hold the directory for this run until the lock is released or the process ends, however it ends.
+
+    Raises:
+        InputError: another run holds it.
+    """
+    held = FileLock(directory.path / ".lock", blocking=False)
+    try:
+        held.acquire()
+    except Timeout:
+        message = f"another run is writing to {str(directory.path)!r}"
+        raise InputError(Problem(message, path="output_dir", hint="wait for it, or name another directory")) from None
+    return held
+
+
 def clear(directory: RunDirectory, *, overwrite: bool) -> None:
     """Clear an old run out of the directory when `overwrite` is given, and set one that goes back, back."""
     if overwrite:
@@ -170,6 +188,7 @@ def _earlier_runs(recipe: Path) -> list[Path]:
 def _refuse_used(path: Path, overwrite: bool) -> None:
     if path.exists() and not path.is_dir():
         raise InputError(Problem(f"{str(path)!r} is a file", path="output_dir"))
+    _refuse_unwritable(path)
     if _holds_run(path) and not overwrite:
         raise InputError(
             Problem(
@@ -178,6 +197,13 @@ def _refuse_used(path: Path, overwrite: bool) -> None:
                 hint="go on with --checkpoint.resume=latest, replace it with --overwrite, or name another directory",
             )
         )
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Found before the data is read, not after."""
+    place = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not os.access(place, os.W_OK):
+        raise InputError(Problem(f"can't write to {str(place)!r}", path="output_dir", hint="name another directory"))
 
 
 def _holds_run(path: Path) -> bool:

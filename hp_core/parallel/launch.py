@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -59,6 +60,8 @@ def launch(command: list[str], config: LaunchConfig) -> int:
         except ChildFailedError as error:
             return _explain(error, Path(folder))
         except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
             return 128 + int(error.sigval)
         finally:
             del os.environ["HP_ERROR_FILE"]

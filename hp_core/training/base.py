@@ -24,6 +24,7 @@ from hp_core.training.built import (
     as_module,
     as_optimizer,
     require_each_once,
+    require_loss_call,
     require_savable,
     require_without_parameters,
 )
@@ -113,6 +114,7 @@ class BaseTrainer:
     def _build_loss(self) -> None:
         """Build the loss and show it the finished model."""
         self.loss_fn = as_module(self.run.plugins.hook.build_loss(config=self.config), "loss_fn").to(self.setup.device)
+        require_loss_call(self.loss_fn)
         require_without_parameters(self.loss_fn)
         try:
             self.reduction = reduction_of(self.loss_fn)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from filelock import FileLock
 from torch import nn
 from torch.optim import Optimizer
 
@@ -45,6 +46,7 @@ class Run:
     model: nn.Module | None = None
     optimizer: Optimizer | None = None
     is_open: bool = False
+    lock: FileLock | None = None
 
     @property
     def config(self) -> TrainerConfig:

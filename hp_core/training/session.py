@@ -16,7 +16,7 @@ from hp_core.config import Recipe
 from hp_core.config.render import resolved_yaml
 from hp_core.errors import HpError, InputError
 from hp_core.observe.console import Console
-from hp_core.observe.run_directory import RECIPE_FILE, RunDirectory, choose, clear, make, release, versions
+from hp_core.observe.run_directory import RECIPE_FILE, RunDirectory, choose, clear, lock, make, release, versions
 from hp_core.observe.trackers import JsonlTracker
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.setup import DistributedSetup, default_threads, distributed
@@ -80,6 +80,8 @@ def _train(
         finally:
             for tracker in run.trackers:
                 tracker.close()
+            if run.lock is not None:
+                run.lock.release()
             if setup.environment.is_main:
                 release(directory)
 
@@ -155,6 +157,7 @@ def _open(run: Run, overwrite: bool) -> None:
 def _open_here(run: Run, overwrite: bool) -> None:
     directory, config = run.directory, run.config
     make(directory)
+    run.lock = lock(directory)
     # A tracker that can't be built must not cost the run that is to be replaced.
     trackers = [
         target.build(run_dir=directory.path, config=config, first_step=run.state.step + 1) for target in config.trackers

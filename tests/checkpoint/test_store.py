@@ -204,9 +204,7 @@ def test_numbers_in_an_optimizer_s_state_come_back(tmp_path):
         load(setup, path, again, other)
         assert other.state[again.lm_head.weight]["seen"] == 7
         optimizer.state[model.lm_head.weight]["seen"] = object()
-        with pytest.raises(
-            TypeError, match=r"optimizer state 'seen' of lm_head\.weight is a object; it can't be saved"
-        ):
+        with pytest.raises(RunError, match=r"optimizer state 'seen' of lm_head\.weight is a object; it can't be saved"):
             save(setup, str(tmp_path), 2, model, optimizer)
         assert not step_directory(tmp_path, 2).exists()
 
@@ -236,7 +234,7 @@ def test_another_optimizer_is_refused(checkpoint, name, classes):
         ({"num_hidden_layers": 1}, "'model.layers.1.input_layernorm.weight' is not in the recipe's model"),
         ({"num_hidden_layers": 3}, "'model.layers.2.input_layernorm.weight' is not in the checkpoint"),
         ({"model_type": "qwen3"}, "'model.layers.0.self_attn.k_norm.weight' is not in the checkpoint"),
-        ({"intermediate_size": 40}, "can't be loaded into this model: ValueError: Size mismatch"),
+        ({"intermediate_size": 40}, "is torch.float32 (48, 32) there and torch.float32 (40, 32) in the recipe's model"),
     ],
 )
 def test_another_model_is_refused(tmp_path, change, message):

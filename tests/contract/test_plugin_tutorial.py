@@ -14,6 +14,7 @@ import torch
 from ruamel.yaml import YAML
 
 from hp_core.components import GROUPS, Components
+from hp_core.data.rows import as_datasets
 from hp_core.plugins import load_plugins
 from tests.fakes import REPOSITORY, install, on_path
 
@@ -45,6 +46,7 @@ def test_the_files_are_all_found() -> None:
         "acme_hp/freeze.py",
         "acme_hp/optimizers.py",
         "memory.py",
+        "my_project/data.py",
         "my_project/losses.py",
         "pyproject.toml",
         "setup.cfg",
@@ -54,6 +56,14 @@ def test_the_files_are_all_found() -> None:
 def test_the_loss_is_importable_and_scales(site: Path) -> None:
     loss = import_module("my_project.losses").ScaledLoss(scale=0.5)
     assert loss(model_output=SimpleNamespace(loss=torch.tensor(3.0)), labels=None).item() == 1.5
+
+
+def test_the_data_set_is_one_that_the_trainer_takes(site: Path) -> None:
+    datasets = as_datasets(import_module("my_project.data").counting(rows=5))
+    assert (len(datasets.train), datasets.train.max_seq_len) == (5, 32)
+    row = datasets.train[2]
+    assert (row["input_ids"] + 1 == row["labels"]).all()
+    assert (datasets.train[-1]["labels"] == -100).all()
 
 
 def test_the_named_optimizer_is_installed_and_built(site: Path) -> None:
@@ -93,6 +103,7 @@ def test_the_recipes_are_yaml_that_names_the_tutorials_things() -> None:
     assert recipes == [
         {"loss_fn": {"_target_": "my_project.losses.ScaledLoss", "scale": 0.5}},
         {"optimizer": {"name": "adagrad", "lr": 0.02}},
+        {"dataset": {"_target_": "my_project.data.counting", "rows": 128}},
         {"plugins": ["memory.py"]},
         {"plugins": ["freeze"]},
     ]

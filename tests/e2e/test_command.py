@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -289,6 +290,8 @@ def test_a_tracker_that_fails_does_not_cost_the_run_that_is_replaced(tmp_path):
     [
         (["--loss_fn={_target_: tests.e2e.parts.WeighingLoss}"], "has the trainable parameter 'weight'"),
         (["--optimizer={_target_: tests.e2e.parts.stray_optimizer, lr: 0.1}"], "no parameter of the model"),
+        (["--loss_fn={_target_: tests.e2e.parts.OddLoss}"], "can't be called with model_output and labels"),
+        (["--loss_fn={_target_: tests.e2e.parts.TwoPartLoss, scael: 2}"], "loss_fn.scael: "),
         (["--plugins=[./plan.py]"], "implements on_plan, which this version does not call yet"),
     ],
 )
@@ -307,3 +310,51 @@ def test_a_test_set_is_measured_at_the_end(tmp_path):
     assert rows[-1]["step"] == 2
     assert rows[-1]["test_tokens"] == rows[-2]["eval_tokens"]
     assert rows[-1]["test_loss"] == pytest.approx(rows[-2]["eval_loss"], abs=1e-6)
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
+    path = recipe(tmp_path)
+    first = subprocess.Popen(
+        [sys.executable, "-m", "hp_core", str(path), "--training.train_iters=5000"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert first.stdout is not None
+    assert first.stderr is not None
+    for line in first.stdout:
+        if line.startswith("step 3/"):
+            break
+    for how in ("--overwrite", "--checkpoint.resume=latest"):
+        second = hp_train_here(str(path), how)
+        assert second.returncode == 2
+        assert "another run is writing to" in second.stderr
+    first.send_signal(signal.SIGINT)
+    assert first.wait(timeout=30) == 130
+    assert first.stderr.read().strip() == "interrupted; --checkpoint.resume=latest goes on from the last checkpoint"
+    first.stdout.close()
+    first.stderr.close()
+    assert hp_train_here(str(path), "--training.train_iters=2", "--overwrite").returncode == 0
+
+
+def test_workers_end_with_their_launcher(tmp_path):
+    path = recipe(tmp_path)
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "hp_core", str(path), "--training.train_iters=50000", "--nproc", "2"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    for line in launcher.stdout:
+        if line.startswith("step 3/"):
+            break
+    launcher.kill()
+    launcher.wait()
+    # The pipe ends when the last process that holds it is gone.
+    launcher.stdout.read()
+    launcher.stdout.close()
+    assert hp_train_here(str(path), "--training.train_iters=2", "--overwrite").returncode == 0

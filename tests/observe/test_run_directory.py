@@ -59,7 +59,7 @@ def a_run(path: str, *steps: int, incomplete: tuple[int, ...] = ()) -> Path:
 )
 def test_a_run_is_called_after_its_recipe(recipe, name):
     assert run_name(Path(recipe)) == name
-    assert pick(recipe) == RunDirectory(Path("runs") / f"{name}-{STAMP}")
+    assert pick(recipe) == RunDirectory(Path("runs") / f"{name}-{STAMP}", reserved=True)
 
 
 def test_recipe_yaml_of_the_current_folder_is_called_after_the_folder(tmp_path):
@@ -124,7 +124,7 @@ def test_a_file_is_no_directory():
     for overwrite in (False, True):
         with pytest.raises(InputError, match="output_dir: 'out' is a file"):
             pick(output_dir="out", overwrite=overwrite)
-    with pytest.raises(InputError, match=r"output_dir: can't make 'out/run': "):
+    with pytest.raises(InputError, match=r"output_dir: can't write to 'out/run': "):
         prepare(pick(output_dir="out/run"), overwrite=False)
 
 
