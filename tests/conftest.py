@@ -34,6 +34,8 @@ def _forget_modules_of_temporary_folders() -> Iterator[None]:
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        if file is not None and "pytest-of-" in file:
+        module = sys.modules[name]
+        # A namespace package has no file, only folders.
+        places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+        if any("pytest-of-" in place for place in places):
             del sys.modules[name]
