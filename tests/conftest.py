@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -35,6 +36,8 @@ def _forget_modules_of_temporary_folders() -> Iterator[None]:
     yield
     for name in set(sys.modules) - before:
         module = sys.modules[name]
+        if type(module) is not ModuleType:
+            continue
         # A namespace package has no file, only folders.
         places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
         if any("pytest-of-" in place for place in places):

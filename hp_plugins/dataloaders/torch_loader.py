@@ -17,9 +17,11 @@ from hp_core.errors import ArgumentError
 
 
 def torch_loader(
-    num_workers: Annotated[int, Field(ge=0)] = 0,
-    pin_memory: bool = False,
-    prefetch_factor: Annotated[int, Field(ge=1)] | None = None,
+    num_workers: Annotated[int, Field(ge=0, description="Processes that read ahead; 0 reads in between.")] = 0,
+    pin_memory: Annotated[bool, Field(description="Copy to pinned memory, where there is an accelerator.")] = False,
+    prefetch_factor: Annotated[
+        Annotated[int, Field(ge=1)] | None, Field(description="Batches each worker reads ahead; null is 2.")
+    ] = None,
     *,
     dataset: RowDataset,
     collate_fn: Callable[[Any], Any],

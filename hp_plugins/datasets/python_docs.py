@@ -20,6 +20,7 @@ from hp_core.data.fingerprint import file_fingerprint, fingerprint
 from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
 from hp_core.data.sources import Document
 from hp_core.errors import InputError
+from hp_plugins.datasets.arguments import CacheDir, MaxSeqLen, ValidationFraction
 
 Include = Literal["docstrings", "sources", "both"]
 
@@ -92,11 +93,14 @@ def _docstrings(source: str) -> list[tuple[int, str]]:
 
 
 def python_docs(
-    max_files: Annotated[int, Field(ge=1)] | None = None,
-    max_seq_len: Annotated[int, Field(ge=2)] = 1024,
-    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02,
-    include: Include = "both",
-    cache_dir: str | None = None,
+    max_files: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        Field(description="Files to read, in order of path; null is all."),
+    ] = None,
+    max_seq_len: MaxSeqLen = 1024,
+    validation_fraction: ValidationFraction = 0.02,
+    include: Annotated[Include, Field(description="What of a file becomes documents.")] = "both",
+    cache_dir: CacheDir = None,
     *,
     tokenizer: Tokenizer | TrainableTokenizer | None,
 ) -> Datasets:

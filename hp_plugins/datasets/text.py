@@ -13,19 +13,27 @@ from hp_core.data.hub import HubSource
 from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
 from hp_core.data.sources import FileSource, Source, expand_files
 from hp_core.errors import ArgumentError
+from hp_plugins.datasets.arguments import CacheDir, MaxSeqLen, ValidationFraction
 
 
 def text(
-    files: str | list[str] | None = None,
-    hub_id: str | None = None,
-    hub_config: str | None = None,
-    split: str | None = None,
-    field: str | None = None,
-    template: str | None = None,
-    max_seq_len: Annotated[int, Field(ge=2)] = 1024,
-    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0,
-    validation_files: str | list[str] | None = None,
-    cache_dir: str | None = None,
+    files: Annotated[
+        str | list[str] | None,
+        Field(description="Paths, folders or globs of .txt, .jsonl, .json, .csv, .parquet and .arrow files."),
+    ] = None,
+    hub_id: Annotated[str | None, Field(description="A data set on the Hub, instead of files.")] = None,
+    hub_config: Annotated[str | None, Field(description="Configuration of the Hub data set.")] = None,
+    split: Annotated[str | None, Field(description="Split of the Hub data set; null is `train`.")] = None,
+    field: Annotated[str | None, Field(description="The field of a row that is the text; null is `text`.")] = None,
+    template: Annotated[
+        str | None, Field(description="A text made of several fields, such as `{question} {answer}`.")
+    ] = None,
+    max_seq_len: MaxSeqLen = 1024,
+    validation_fraction: ValidationFraction = 0.0,
+    validation_files: Annotated[
+        str | list[str] | None, Field(description="Files to validate on, instead of a fraction.")
+    ] = None,
+    cache_dir: CacheDir = None,
     *,
     tokenizer: Tokenizer | TrainableTokenizer | None,
 ) -> Datasets:

@@ -91,9 +91,11 @@ def sample(documents: Iterable[str], max_bytes: int) -> list[str]:
 
 
 def bpe(
-    vocab_size: Annotated[int, Field(ge=_MIN_VOCAB_SIZE)] = 4096,
-    min_frequency: Annotated[int, Field(ge=1)] = 2,
-    sample_bytes: Annotated[int, Field(ge=1)] | None = 20_000_000,
+    vocab_size: Annotated[int, Field(ge=_MIN_VOCAB_SIZE, description="Ids, the end token included.")] = 4096,
+    min_frequency: Annotated[int, Field(ge=1, description="Times a pair must occur to become a token.")] = 2,
+    sample_bytes: Annotated[
+        Annotated[int, Field(ge=1)] | None, Field(description="Text to learn from; null is all of it.")
+    ] = 20_000_000,
 ) -> TrainableTokenizer:
     """A byte-level BPE of `vocab_size` ids, learned from the training documents and cached by their content.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from hp_core.data.fingerprint import file_fingerprint, fingerprint
 from hp_core.data.protocols import Tokenizer
@@ -45,7 +47,11 @@ class PretrainedTokenizer:
         self._tokenizer.save_pretrained(directory)
 
 
-def pretrained(path: str, revision: str | None = None, eos_token: str | None = None) -> Tokenizer:
+def pretrained(
+    path: Annotated[str, Field(description="Hugging Face directory or hub id.")],
+    revision: Annotated[str | None, Field(description="Branch, tag or commit of a hub id.")] = None,
+    eos_token: Annotated[str | None, Field(description="The token that ends a document; null is its own.")] = None,
+) -> Tokenizer:
     """The tokenizer of a Hugging Face directory or Hub repository, as `AutoTokenizer` loads it.
 
     `eos_token` names the token of the vocabulary that ends a document, for tokenizers that declare none or whose
