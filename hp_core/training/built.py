@@ -60,20 +60,12 @@ def require_each_once(optimizer: Optimizer, model: nn.Module) -> None:
 
 def require_loss_call(loss_fn: nn.Module) -> None:
     """Refuse a loss whose `forward` can't be called with `model_output` and `labels`."""
-    parameters = inspect.signature(loss_fn.forward).parameters.values()
-    is_open = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    others = [
-        one.name
-        for one in parameters
-        if one.kind in (one.POSITIONAL_ONLY,)
-        or (one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.default is one.empty)
-    ]
-    wanted = {"model_output", "labels"}
-    if (wanted - named and not is_open) or set(others) - wanted:
+    try:
+        inspect.signature(loss_fn.forward).bind(model_output=None, labels=None)
+    except TypeError as error:
         message = f"{type(loss_fn).__name__}.forward can't be called with model_output and labels"
         hint = "write def forward(self, *, model_output, labels)"
-        raise InputError(Problem(message, path="loss_fn", hint=hint))
+        raise InputError(Problem(message, path="loss_fn", hint=hint)) from error
 
 
 def require_without_parameters(loss_fn: nn.Module) -> None:
