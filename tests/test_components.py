@@ -68,7 +68,20 @@ def test_a_clash_names_both_distributions_and_the_spellings_that_settle_it() -> 
     [
         ("causl_lm", "no loss_fn component is named 'causl_lm'; did you mean 'causal_lm'? installed: causal_lm"),
         ("zebra", "no loss_fn component is named 'zebra'; installed: causal_lm"),
-        ("other:causal_lm", "no loss_fn component is named 'other:causal_lm'; did you mean 'acme:causal_lm'? "),
+        (
+            "other:causal_lm",
+            "no loss_fn component is named 'other:causal_lm': the package 'other' is not installed; "
+            "pip install other, or did you mean 'acme:causal_lm'?",
+        ),
+        (
+            "other-losses:focal",
+            "no loss_fn component is named 'other-losses:focal': the package 'other-losses' is not installed; "
+            "pip install other-losses",
+        ),
+        ("Acme:causl", "the package 'Acme' offers no loss_fn component 'causl'; did you mean 'causal_lm'? it offers "),
+        ("acme:zebra", "the package 'acme' offers no loss_fn component 'zebra'; it offers causal_lm"),
+        ("pytest:focal", "no loss_fn component is named 'pytest:focal'; installed: causal_lm"),
+        ("rm -r x:focal", "no loss_fn component is named 'rm -r x:focal'; installed: causal_lm"),
         ("acme", "no loss_fn component is named 'acme'; did you mean 'acme:causal_lm'? installed: causal_lm"),
         ("", "no loss_fn component is named ''; installed: causal_lm"),
     ],
