@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from hp_core.config import Recipe, Target, TrainerConfig, load_recipe
     from hp_core.data.protocols import Datasets, MeshContext, RowDataset, Tokenizer
     from hp_core.hookspecs import hookimpl
+    from hp_core.model.replacement.contract import Convert, Rename, ReplacementContext, module_replacement
+    from hp_core.model.replacement.replacer import replace_modules
     from hp_core.observe.trackers import Tracker
     from hp_core.parallel.fsdp import shard_model
     from hp_core.parallel.setup import DistributedSetup
@@ -23,11 +25,14 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "BaseTrainer": "hp_core.training.base",
+    "Convert": "hp_core.model.replacement.contract",
     "Datasets": "hp_core.data.protocols",
     "DistributedSetup": "hp_core.parallel.setup",
     "MeshContext": "hp_core.data.protocols",
     "ModelOutputLoss": "hp_core.training.loss",
     "Recipe": "hp_core.config",
+    "Rename": "hp_core.model.replacement.contract",
+    "ReplacementContext": "hp_core.model.replacement.contract",
     "RowDataset": "hp_core.data.protocols",
     "Run": "hp_core.training.run",
     "Target": "hp_core.config",
@@ -36,12 +41,15 @@ _LAZY = {
     "TrainerConfig": "hp_core.config",
     "hookimpl": "hp_core.hookspecs",
     "load_recipe": "hp_core.config",
+    "module_replacement": "hp_core.model.replacement.contract",
+    "replace_modules": "hp_core.model.replacement.replacer",
     "shard_model": "hp_core.parallel.fsdp",
 }
 
 __all__ = [
     "ArgumentError",
     "BaseTrainer",
+    "Convert",
     "Datasets",
     "DistributedSetup",
     "HpError",
@@ -51,6 +59,8 @@ __all__ = [
     "Origin",
     "Problem",
     "Recipe",
+    "Rename",
+    "ReplacementContext",
     "RowDataset",
     "Run",
     "RunError",
@@ -60,6 +70,8 @@ __all__ = [
     "TrainerConfig",
     "hookimpl",
     "load_recipe",
+    "module_replacement",
+    "replace_modules",
     "shard_model",
 ]
 

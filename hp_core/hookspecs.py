@@ -74,14 +74,15 @@ def build_model(
 def replace_module(module: Any, module_fqn: str, context: Any) -> Any:
     """Give the replacement of one module inside the model.
 
-    When: not in this version yet, which refuses a recipe that activates a plugin with it; then
-        during `build_model`, for each module that a `plan_overrides` entry with a replacement matches.
+    When: during `build_model`, before the model is sharded or has weights, for each module that a `plan_overrides`
+        entry with `replace_module` matches.
     Ranks: every rank; all must replace the same modules.
 
     Args:
-        module: the `torch.nn.Module` found in the model.
+        module: the `torch.nn.Module` found in the model, its tensors on the meta device.
         module_fqn: its dotted name in the model, `model.layers.0.mlp`.
-        context: read-only: layer index, model config, mesh and parallel sizes, dtype, device.
+        context: a `ReplacementContext`: layer index, model config, mesh and parallel sizes, device, dtype, and
+            `target`, the entry's factory with its arguments. Read-only.
 
     Returns:
         The `torch.nn.Module` to install. None passes the work on; core then calls the factory that the matching

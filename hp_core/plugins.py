@@ -128,8 +128,8 @@ def load_plugins(
     return Plugins(_manager(candidates, defaults).hook, tuple(one.record for one in candidates))
 
 
-# In the specification, but nothing calls them yet.
-_WITHOUT_CALLS = frozenset({"on_plan", "replace_module"})
+# In the specification, but nothing calls it yet.
+_WITHOUT_CALLS = frozenset({"on_plan"})
 
 
 def refuse_hooks_without_calls(plugins: Plugins) -> None:

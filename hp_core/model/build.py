@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hp_core.model.config import model_config
 from hp_core.model.initialize import initialize_weights
 from hp_core.model.load import load_weights, weight_files
+from hp_core.model.replacement.layout import original_layout
+from hp_core.model.replacement.replacer import replace_modules
 from hp_core.parallel.fsdp import DTYPES, shard_model
 from hp_core.parallel.setup import DistributedSetup
 
@@ -27,17 +29,17 @@ def build_causal_lm(
 ) -> PreTrainedModel:
     """A causal language model of transformers, sharded and with its weights, in training mode.
 
-    The order is fixed and nothing after it may re-shard or re-cast: skeleton on the meta device, sharding, then
-    either the weights of `pretrained` (each rank reads its own part) or initial weights from `setup.seed` (the same
-    for any number of ranks).
+    The order is fixed and nothing after it may re-shard or re-cast: skeleton on the meta device, replacements,
+    sharding, then either the weights of `pretrained` (each rank reads its own part) or initial weights from
+    `setup.seed` (the same for any number of ranks, and whatever modules are replaced).
 
     Raises:
         ArgumentError: see `model_config` and `load_weights`.
+        InputError: see `hp_core.model.replacement.replacer.ModuleReplacer.apply`.
     """
     settings = model_config(
         pretrained=pretrained, revision=revision, values=config, trust_remote_code=trust_remote_code
     )
-    settings.use_cache = False
     files = weight_files(pretrained, revision) if pretrained is not None else []
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -46,13 +48,28 @@ def build_causal_lm(
             dtype=DTYPES[dtype],
             trust_remote_code=trust_remote_code,
         )
+    finish_model(model, setup, files if pretrained is not None else None, DTYPES[dtype])
+    return model
+
+
+def finish_model(model: PreTrainedModel, setup: DistributedSetup, files: list[str] | None, dtype: torch.dtype) -> None:
+    """Replace, shard, materialise and fill a skeleton on the meta device, in place.
+
+    Args:
+        model: the skeleton, a model of transformers.
+        setup: the run's devices, meshes, seed and replacements.
+        files: the safetensors files with its weights; None draws initial weights from the seed.
+        dtype: the type of the master weights.
+    """
+    replaced = replace_modules(model, setup)
     shard_model(model, setup)
-    if pretrained is not None:
-        load_weights(model, files, dtype=DTYPES[dtype])
-        model.to(setup.device)  # type: ignore[arg-type]
-    else:
+    if files is None:
         model.to_empty(device=setup.device)
         model.tie_weights()
-        initialize_weights(model, setup.seed)
+    with original_layout(model, replaced, setup):
+        if files is None:
+            initialize_weights(model, setup.seed)
+        else:
+            load_weights(model, files, dtype=dtype)
+    model.to(setup.device)  # type: ignore[arg-type]
     model.train()
-    return model

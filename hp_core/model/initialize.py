@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from hp_core.errors import InputError
+from hp_core.model.replacement.layout import keep_own_part
 from hp_core.model.units import blocks, modules_bottom_up
 
 
@@ -65,7 +65,7 @@ def _initialize_together(model: PreTrainedModel, fqn: str, members: list[tuple[s
     for (_, name, parameter), whole in zip(originals, wholes, strict=True):
         if whole.isnan().any():
             raise InputError(_untouched(model, f"{fqn}: parameter {name}"))
-        _keep_own_part(parameter, whole)
+        keep_own_part(parameter, whole)
     for name, buffer in buffers:
         if buffer.isnan().any():
             raise InputError(_untouched(model, f"buffer {name}"))
@@ -76,16 +76,6 @@ def reset_buffers(model: PreTrainedModel) -> None:
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     model.initialize_weights()
-
-
-def _keep_own_part(parameter: nn.Parameter, whole: torch.Tensor) -> None:
-    if isinstance(parameter, DTensor):
-        # Without a source rank nothing is sent: every rank has made the same whole tensor.
-        whole = whole.to(parameter.device_mesh.device_type)
-        own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(own.to_local())
-    else:
-        parameter.copy_(whole)
 
 
 def _owner(model: PreTrainedModel, fqn: str) -> PreTrainedModel:

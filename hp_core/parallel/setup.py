@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,16 @@ from hp_core.errors import InputError, Problem
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.sizes import check_sizes, data_sizes
 
+if TYPE_CHECKING:
+    from hp_core.model.replacement.replacer import ModuleReplacer
+
 
 @dataclass(frozen=True)
 class DistributedSetup:
     """Process group, device and meshes of a run; nobody else makes any of them.
 
-    It also carries what a model builder needs to finish a model: `fsdp`, `precision` and the `seed` of the weights.
+    It also carries what a model builder needs to finish a model: `fsdp`, `precision`, the `seed` of the weights and
+    the `replacer` of modules.
 
     `mesh` has the axes `dp_replicate` and `dp_shard`. `host_group` reduces numbers that live on the host (token
     counts, metrics) without waiting for the accelerator; it spans all ranks.
@@ -36,6 +41,7 @@ class DistributedSetup:
     fsdp: FsdpConfig
     precision: MixedPrecisionConfig
     seed: int
+    replacer: ModuleReplacer | None = None
 
     @property
     def rank(self) -> int:

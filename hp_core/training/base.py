@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hp_core.config import TrainerConfig
-from hp_core.data.order import GlobalOrder, StepBatches, check_batch, evaluation_batches
+from hp_core.data.order import GlobalOrder, StepBatches, evaluation_batches
 from hp_core.data.protocols import Datasets, MeshContext, RowDataset
-from hp_core.data.rows import as_datasets
-from hp_core.errors import InputError, Problem, RunError
+from hp_core.errors import RunError
 from hp_core.parallel.fsdp import require_sharded, set_gradient_sync
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepLoss, count_targets, on_device
@@ -24,18 +23,18 @@ from hp_core.training.built import (
     as_module,
     as_optimizer,
     require_each_once,
-    require_loss_call,
     require_savable,
-    require_without_parameters,
 )
-from hp_core.training.evaluation import Evaluation, evaluate, require_validation
+from hp_core.training.columns import column_arguments
+from hp_core.training.evaluation import Evaluation, evaluate
 from hp_core.training.gradients import clip, norm_and_count
-from hp_core.training.loss import Reduction, reduction_of
+from hp_core.training.loss import Reduction
 from hp_core.training.meter import Meter
 from hp_core.training.nonfinite import describe
 from hp_core.training.persistence import restore, save
 from hp_core.training.run import Report, Run, data_facts, data_lines
 from hp_core.training.schedule import steps_left, total_steps
+from hp_core.training.startup import CheckedLoss, checked_datasets, checked_loss
 from hp_core.training.state import RunState, seed_everything
 
 GetBatch = Callable[[Iterator[Any]], tuple[dict[str, Any], dict[str, Any]]]
@@ -53,6 +52,7 @@ class BaseTrainer:
     model: nn.Module
     loss_fn: nn.Module
     reduction: Reduction
+    columns: tuple[str, ...]
     tokenizer: Any
     transform: Any
     collate_fn: Any
@@ -109,17 +109,17 @@ class BaseTrainer:
         )
         self.model = as_module(built, "model")
         require_sharded(self.model, self.setup)
+        if self.setup.replacer is not None:
+            self.setup.replacer.require_applied()
+            self.run.record(replaced_modules=self.setup.replacer.summaries)
+            for line in self.setup.replacer.lines():
+                self.run.console.say(line)
         self.run.model = self.model
 
     def _build_loss(self) -> None:
         """Build the loss and show it the finished model."""
-        self.loss_fn = as_module(self.run.plugins.hook.build_loss(config=self.config), "loss_fn").to(self.setup.device)
-        require_loss_call(self.loss_fn)
-        require_without_parameters(self.loss_fn)
-        try:
-            self.reduction = reduction_of(self.loss_fn)
-        except ValueError as error:
-            raise InputError(Problem(str(error), path="loss_fn")) from error
+        loss = checked_loss(self.run.plugins.hook.build_loss(config=self.config), self.run)
+        self.loss_fn, self.reduction, self.columns = loss
         self.run.plugins.hook.bind_model(loss_fn=self.loss_fn, model=self.model, distributed_setup=self.setup)
 
     def _build_model_assets(self) -> None:
@@ -137,15 +137,7 @@ class BaseTrainer:
             mesh_context=self.mesh_context(),
             training_config=self.config.training,
         )
-        self.datasets = as_datasets(built)
-        training = self.config.training
-        check_batch(
-            len(self.datasets.train),
-            dp_size=self.setup.dp_size,
-            micro_batch_size=training.micro_batch_size,
-            global_batch_size=training.global_batch_size,
-        )
-        require_validation(self.config.evaluation, self.datasets)
+        self.datasets = checked_datasets(built, self.run, CheckedLoss(self.loss_fn, self.reduction, self.columns))
         self.run.record(data=data_facts(self.datasets))
         for line in data_lines(self.datasets):
             self.run.console.say(line)
@@ -295,8 +287,9 @@ class BaseTrainer:
         return self.model(**model_inputs)
 
     def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
-        """Call the loss: a scalar tensor or a dict of them."""
-        return self.loss_fn(model_output=outputs, labels=loss_inputs["labels"])
+        """Call the loss, with the columns it declares and no others: a scalar tensor or a dict of them."""
+        columns = column_arguments(loss_inputs, self.columns)
+        return self.loss_fn(model_output=outputs, labels=loss_inputs["labels"], **columns)
 
     def _loss_of(self, micro_batch: MicroBatch) -> tuple[Any, Any]:
         model_inputs, loss_inputs = self.preforward(micro_batch)

@@ -36,6 +36,11 @@ class DefaultHooks:
         )
 
     @hookimpl(trylast=True)
+    def replace_module(self, module: nn.Module, module_fqn: str, context: Any) -> Any:
+        """Call the factory that the matching entry of `plan_overrides` names."""
+        return context.target.build(module=module, module_fqn=module_fqn, context=context)
+
+    @hookimpl(trylast=True)
     def build_loss(self, config: TrainerConfig) -> Any:
         """Build the recipe's `loss_fn`, or take the loss the model computes."""
         if config.loss_fn is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from hp_core.config import Recipe
 from hp_core.config.render import resolved_yaml
 from hp_core.errors import HpError, InputError
+from hp_core.model.replacement.replacer import ModuleReplacer
 from hp_core.observe.console import Console
 from hp_core.observe.run_directory import RECIPE_FILE, RunDirectory, choose, clear, lock, make, release, versions
 from hp_core.observe.trackers import JsonlTracker
@@ -65,6 +67,8 @@ def _train(
     if "OMP_NUM_THREADS" not in os.environ and environment.launcher == "none":
         torch.set_num_threads(default_threads(1))
     with distributed(environment, config) as setup:
+        replacer = ModuleReplacer(config.plan_overrides, plugins.hook.replace_module)
+        setup = dataclasses.replace(setup, replacer=replacer)
         components = [target.component for target in config.targets() if target.component is not None]
         facts = provenance(plugins, components)
         require_same_everywhere("recipes", digest(config), setup)

@@ -1,0 +1,1 @@
+"""Replacing modules inside a model: claimed, built, validated and installed together, or not at all."""

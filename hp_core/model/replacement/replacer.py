@@ -1,0 +1,289 @@
+"""The rules of a recipe applied to a model: all of them, or none."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hp_core.config.models import PlanOverride
+from hp_core.entry_points import describe
+from hp_core.errors import HpError, InputError, Problem
+from hp_core.model.replacement.claim import Claim, Rule, claim
+from hp_core.model.replacement.contract import ReplacementContext, WeightTransform, transforms_of
+from hp_core.model.replacement.structure import Structure, lost_call, lost_records, lost_structure, recorded_types
+from hp_core.model.replacement.transforms import misnamed, names_of, wrong_transforms
+
+if TYPE_CHECKING:
+    from hp_core.parallel.setup import DistributedSetup
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One module that was replaced: by which rule, under which names, and both modules."""
+
+    rule: Rule
+    fqns: tuple[str, ...]
+    original: nn.Module
+    replacement: nn.Module
+    transforms: tuple[WeightTransform, ...] = ()
+
+
+@dataclass
+class ModuleReplacer:
+    """Applies the replacements of `plan_overrides` to the models of a run.
+
+    `replace_module` is the hook that gives the replacement of one module. `summaries` says what was replaced, once
+    something was.
+    """
+
+    overrides: Sequence[PlanOverride]
+    replace_module: Callable[..., Any]
+    summaries: list[dict[str, Any]] = field(default_factory=list)
+    applied: bool = False
+
+    def apply(self, model: nn.Module, setup: DistributedSetup) -> tuple[Replaced, ...]:
+        """Replace modules of `model`, which is on the meta device and not sharded yet, in place.
+
+        Every rule is matched, then every replacement built, then every one validated; only then are they installed.
+
+        Raises:
+            InputError: with every problem of the phase that found any; the model is as it was.
+        """
+        sizes = parallel_sizes(setup)
+        rules = [Rule(i, one) for i, one in enumerate(self.overrides) if one.replace_module is not None]
+        active = [rule for rule in rules if is_active(rule.override, sizes)]
+        claims = claim(model, active)
+        replaced = self._build(model, claims, sizes, setup) if claims else ()
+        for one in replaced:
+            one.replacement.train(one.original.training)
+            for fqn in one.fqns:
+                model.set_submodule(fqn, one.replacement, strict=True)
+        self.summaries += _summaries(rules, replaced)
+        self.applied = True
+        return replaced
+
+    def require_applied(self) -> None:
+        """Refuse a model builder that left the recipe's rules aside.
+
+        Raises:
+            InputError: there are rules, and nothing has applied them.
+        """
+        if not self.applied and any(one.replace_module is not None for one in self.overrides):
+            message = "the model was built without its replacements"
+            hint = "a model builder must call hp_core.replace_modules(model, distributed_setup) before it shards"
+            raise InputError(Problem(message, "plan_overrides", hint=hint))
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was replaced, in a line for each rule."""
+        for one in self.summaries:
+            if one["modules"]:
+                types = ", ".join(one["types"])
+                yield f"{one['rule']}: {one['factory']} replaced {len(one['modules'])} modules ({types})"
+            else:
+                yield f"{one['rule']}: {one['factory']} left out: when: {one['when']}, and that size is 1"
+
+    def _build(
+        self, model: nn.Module, claims: Sequence[Claim], sizes: Mapping[str, int], setup: DistributedSetup
+    ) -> tuple[Replaced, ...]:
+        findings = _Findings()
+        context = _context(model, sizes, setup)
+        before = {id(one): Structure.of(one.module) for one in claims}
+        built: list[Replaced] = []
+        with _on(_device_of(model), context.dtype):
+            for one in claims:
+                try:
+                    made = self._replacement(one, context)
+                except InputError as error:
+                    findings.add_all(one, error)
+                else:
+                    built.append(Replaced(one.rule, one.fqns, one.module, made))
+        if not findings.problems():
+            built = list(_Validation(model, built, before, findings).run(claims))
+        if findings.problems():
+            raise InputError(findings.problems())
+        return tuple(built)
+
+    def _replacement(self, one: Claim, context: ReplacementContext) -> nn.Module:
+        target = one.rule.override.replace_module
+        assert target is not None
+        context = replace(context, layer_index=_layer_index(one.fqn), target=target)
+        try:
+            made = self.replace_module(module=one.module, module_fqn=one.fqn, context=context)
+        except HpError:
+            raise
+        except Exception as error:
+            raise InputError(Problem(f"{target.spelling} raises {describe(error)}", target.section)) from error
+        if not isinstance(made, nn.Module):
+            found = f"{target.spelling} returned {type(made).__name__}, not a torch.nn.Module"
+            raise InputError(Problem(found, target.section))
+        if made is one.module:
+            hint = "return a new module; narrow match where one is to be kept"
+            raise InputError(Problem(f"{target.spelling} returned the module it was given", target.section, hint=hint))
+        return made
+
+
+def replace_modules(model: nn.Module, distributed_setup: DistributedSetup) -> tuple[Replaced, ...]:
+    """Apply the recipe's `plan_overrides` to a model, in place, before it is sharded; for model builders.
+
+    Returns what was replaced, for `hp_core.model.replacement.layout.original_layout`. See `ModuleReplacer.apply`.
+    """
+    replacer = distributed_setup.replacer
+    return () if replacer is None else replacer.apply(model, distributed_setup)
+
+
+def parallel_sizes(setup: DistributedSetup) -> Mapping[str, int]:
+    """Return the parallel sizes of a run by axis."""
+    data = {name: setup.mesh[name].size() for name in ("dp_replicate", "dp_shard")}
+    return MappingProxyType({**data, "tp": 1, "cp": 1, "ep": 1, "pp": 1})
+
+
+def is_active(override: PlanOverride, sizes: Mapping[str, int]) -> bool:
+    """Whether an entry applies to a run of these sizes: without `when` always, else where that size is above 1."""
+    if override.when is None:
+        return True
+    size = sizes["dp_replicate"] * sizes["dp_shard"] if override.when == "dp" else sizes[override.when]
+    return size > 1
+
+
+@dataclass
+class _Findings:
+    """Problems of many modules, one line for each kind: 94 layers of a model have the same one."""
+
+    fqns: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
+
+    def add(self, one: Claim | Replaced, message: str, hint: str = "") -> None:
+        target = one.rule.override.replace_module
+        assert target is not None
+        self._add(f"{one.rule.path}.replace_module", f"{target.spelling} {message}", hint, one.fqns[0])
+
+    def add_all(self, one: Claim, error: InputError) -> None:
+        for problem in error.problems:
+            self._add(problem.path, problem.message, problem.hint, one.fqn)
+
+    def _add(self, path: str, message: str, hint: str, fqn: str) -> None:
+        self.fqns.setdefault((path, message, hint), []).append(fqn)
+
+    def problems(self) -> list[Problem]:
+        """Return them with the first module's name and how many more there are."""
+        found = []
+        for (path, message, hint), fqns in self.fqns.items():
+            more = f" (and {len(fqns) - 1} more)" if len(fqns) > 1 else ""
+            found.append(Problem(f"{fqns[0]}{more}: {message}", path, hint=hint))
+        return found
+
+
+@dataclass
+class _Validation:
+    model: nn.Module
+    built: Sequence[Replaced]
+    before: Mapping[int, Structure]
+    findings: _Findings
+    calls: dict[tuple[type, type], str | None] = field(default_factory=dict)
+    tried: dict[int, dict[object, tuple[str, ...]]] = field(default_factory=dict)
+
+    def run(self, claims: Sequence[Claim]) -> Iterator[Replaced]:
+        recorded = recorded_types(self.model)
+        shared = _shared_parameters(self.model)
+        owners: dict[int, Replaced] = {}
+        for one, its_claim in zip(self.built, claims, strict=True):
+            first = owners.setdefault(id(one.replacement), one)
+            if first is not one:
+                self.findings.add(one, f"returned the module it had returned for {first.fqns[0]}")
+            yield self._checked(one, self.before[id(its_claim)], recorded, shared)
+
+    def _checked(
+        self, one: Replaced, before: Structure, recorded: Mapping[str, tuple[type, ...]], shared: frozenset[int]
+    ) -> Replaced:
+        try:
+            transforms = transforms_of(one.replacement)
+        except Exception as error:
+            self.findings.add(one, f"has a weight_transforms that raises {describe(error)}")
+            return one
+        names = tuple(map(frozenset, names_of(transforms)))
+        problems = [*misnamed(transforms, before, one.replacement)]
+        if not problems:
+            problems = [*lost_structure(one.original, before, one.replacement, (names[0], names[1]))]
+        if transforms and not problems:
+            tried = self.tried.setdefault(one.rule.index, {})
+            problems += wrong_transforms(transforms, before, one.replacement, shared, tried)
+        problems += lost_records(one.original, one.replacement, recorded)
+        lost = self._lost_call(one.original, one.replacement)
+        for problem in problems if lost is None else [*problems, lost]:
+            self.findings.add(one, problem)
+        return replace(one, transforms=transforms)
+
+    def _lost_call(self, source: nn.Module, replacement: nn.Module) -> str | None:
+        if type(replacement).forward is nn.Module.forward and "forward" not in vars(replacement):
+            return "has no forward"
+        if "forward" in vars(source) or "forward" in vars(replacement):
+            return lost_call(source.forward, replacement.forward)
+        key = (type(source), type(replacement))
+        if key not in self.calls:
+            self.calls[key] = lost_call(source.forward, replacement.forward)
+        return self.calls[key]
+
+
+def _shared_parameters(model: nn.Module) -> frozenset[int]:
+    """The ids of the parameters that are held in more than one place."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                (shared if id(parameter) in seen else seen).add(id(parameter))
+    return frozenset(shared)
+
+
+def _context(model: nn.Module, sizes: Mapping[str, int], setup: DistributedSetup) -> ReplacementContext:
+    dtypes = (one.dtype for one in model.parameters() if one.is_floating_point())
+    return ReplacementContext(
+        layer_index=None,
+        model_config=copy.deepcopy(model.config) if "config" in vars(model) else None,
+        sizes=sizes,
+        mesh=setup.mesh,
+        device=setup.device,
+        dtype=next(dtypes, torch.get_default_dtype()),
+    )
+
+
+def _layer_index(fqn: str) -> int | None:
+    number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", fqn)
+    return int(number.group(1)) if number else None
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((one.device for one in model.parameters()), torch.device("cpu"))
+
+
+@contextmanager
+def _on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """New tensors are like the model's: on its device, of its type."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def _summaries(rules: Iterable[Rule], replaced: Sequence[Replaced]) -> Iterator[dict[str, Any]]:
+    for rule in rules:
+        own = [one for one in replaced if one.rule is rule]
+        target = rule.override.replace_module
+        assert target is not None
+        yield {
+            "rule": rule.path,
+            "factory": target.spelling,
+            "when": rule.override.when,
+            "modules": [fqn for one in own for fqn in one.fqns],
+            "types": sorted({f"{type(one.original).__name__} -> {type(one.replacement).__name__}" for one in own}),
+        }

@@ -1,0 +1,197 @@
+"""What a replacement must keep of the module it takes the place of, and what it lost."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from hp_core.model.replacement.contract import ChangesLayout, ResetsBuffers
+
+# Recorded for whoever looks at them; nothing that is trained depends on them.
+_RECORDED_FOR_SHOW = frozenset({"attentions", "cross_attentions", "hidden_states"})
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter or buffer, and what it was like when it was looked at."""
+
+    identity: int
+    kind: str
+    dtype: torch.dtype
+    requires_grad: bool
+    shape: torch.Size
+    # Two equal tensors are not the same parameter, and comparing meta tensors is an error.
+    tensor: torch.Tensor = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The tensors of a module by their names inside it, and its hooks by (submodule, kind of hook)."""
+
+    tensors: Mapping[str, Held]
+    hooks: Mapping[tuple[str, str], tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Structure:
+        """Look at a module as it is now. A tensor held under two names appears twice."""
+        tensors: dict[str, Held] = {}
+        hooks: dict[tuple[str, str], tuple[Any, ...]] = {}
+        for prefix, part in module.named_modules(remove_duplicate=False):
+            dot = f"{prefix}." if prefix else ""
+            attributes = vars(part)
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    tensors[dot + name] = _held(parameter, "parameter")
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    temporary = name in part._non_persistent_buffers_set
+                    tensors[dot + name] = _held(buffer, "non-persistent buffer" if temporary else "buffer")
+            for kind in _HOOKS:
+                if attributes.get(kind):
+                    hooks[prefix, kind] = tuple(attributes[kind].values())
+        return cls(tensors, hooks)
+
+
+def _held(tensor: torch.Tensor, kind: str) -> Held:
+    return Held(id(tensor), kind, tensor.dtype, tensor.requires_grad, tensor.shape, tensor)
+
+
+def lost_structure(
+    source: nn.Module, before: Structure, replacement: nn.Module, transformed: tuple[Collection[str], Collection[str]]
+) -> Iterator[str]:
+    """Yield what `replacement` lost or changed of `source`.
+
+    Args:
+        source: the module to be replaced.
+        before: its structure before the replacement was built.
+        replacement: what was built.
+        transformed: the names that weight transforms account for, in the source and in the replacement.
+    """
+    gone, new = transformed
+    after = Structure.of(replacement)
+    if Structure.of(source) != before:
+        yield "changed the module it was given; build another one and leave that as it is"
+        return
+    for name, old in before.tensors.items():
+        if name not in gone:
+            yield from _changes(name, old, after.tensors.get(name))
+    for name, held in after.tensors.items():
+        if name in before.tensors or name in new:
+            continue
+        if held.kind != "non-persistent buffer" or not isinstance(replacement, ChangesLayout):
+            yield f"adds the {held.kind} {name!r}"
+        elif not isinstance(replacement, ResetsBuffers):
+            yield f"adds the {held.kind} {name!r} without a reset_buffers() that fills it"
+    for place, functions in before.hooks.items():
+        kept = after.hooks.get(place, ())
+        if any(one not in kept for one in functions):
+            where = f" of {place[0]!r}" if place[0] else ""
+            yield f"loses the {place[1].strip('_').replace('_', ' ')}{where}"
+    if not gone and (_saves_its_own_way(source) or _saves_its_own_way(replacement)):
+        keys, others = source.state_dict().keys(), replacement.state_dict().keys()
+        if keys != others:
+            yield f"changes the keys of state_dict: {sorted(keys ^ others)}"
+
+
+def _changes(name: str, old: Held, new: Held | None) -> Iterator[str]:
+    what = f"{old.kind} {name!r}"
+    if new is None:
+        yield f"loses the {what}"
+    elif new.kind != old.kind:
+        yield f"makes the {what} a {new.kind}"
+    elif new.dtype != old.dtype:
+        yield f"changes the dtype of the {what} from {_short(old.dtype)} to {_short(new.dtype)}"
+    elif new.shape != old.shape:
+        yield f"changes the shape of the {what} from {tuple(old.shape)} to {tuple(new.shape)}"
+    elif new.requires_grad != old.requires_grad:
+        yield f"changes requires_grad of the {what} to {new.requires_grad}"
+    elif new.tensor is not old.tensor:
+        yield f"holds a copy of the {what}, not the {old.kind} itself: ties and loaded values would be lost"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _saves_its_own_way(module: nn.Module) -> bool:
+    return any(
+        type(part).state_dict is not nn.Module.state_dict
+        or type(part)._save_to_state_dict is not nn.Module._save_to_state_dict
+        or type(part).get_extra_state is not nn.Module.get_extra_state
+        for part in module.modules()
+    )
+
+
+def lost_call(source: Callable[..., Any], replacement: Callable[..., Any]) -> str | None:
+    """Return why a call of the `source` function could fail on `replacement`, None if none can."""
+    try:
+        old, new = inspect.signature(source), inspect.signature(replacement)
+    except (TypeError, ValueError):
+        return None  # a compiled function tells nothing
+    positional, theirs = _by_kind(old, *_POSITIONAL), _by_kind(new, *_POSITIONAL)
+    named = _by_kind(old, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for kind, stars in ((inspect.Parameter.VAR_POSITIONAL, "*"), (inspect.Parameter.VAR_KEYWORD, "**")):
+        if _by_kind(old, kind) and not _by_kind(new, kind):
+            return f"forward drops {stars}{_by_kind(old, kind)[0]}"
+    if theirs[: len(positional)] != positional[: len(theirs)]:
+        return f"forward takes ({', '.join(theirs)}) where ({', '.join(positional)}) are given in this order"
+    required = [name for name in named if old.parameters[name].default is inspect.Parameter.empty]
+    try:
+        new.bind(*positional)
+        new.bind(**dict.fromkeys(named))
+        new.bind(**dict.fromkeys(required))
+    except TypeError as error:
+        return f"forward can't be called as the original's: {error}"
+    return None
+
+
+def _by_kind(signature: inspect.Signature, *kinds: Any) -> list[str]:
+    return [name for name, one in signature.parameters.items() if one.kind in kinds]
+
+
+def recorded_types(model: nn.Module) -> dict[str, tuple[type, ...]]:
+    """Return the classes by which transformers finds the modules whose outputs it collects, by the outputs' name.
+
+    Only outputs that training may depend on (`router_logits`) are among them.
+    """
+    found: dict[str, list[type]] = {}
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel):
+            continue
+        for name, specs in (part._can_record_outputs or {}).items():
+            if name in _RECORDED_FOR_SHOW:
+                continue
+            for one in specs if isinstance(specs, list) else [specs]:
+                kind = one if isinstance(one, type) else one.target_class if isinstance(one, OutputRecorder) else None
+                if isinstance(kind, type):
+                    found.setdefault(name, []).append(kind)
+    return {name: tuple(kinds) for name, kinds in found.items()}
+
+
+def lost_records(source: nn.Module, replacement: nn.Module, recorded: Mapping[str, tuple[type, ...]]) -> Iterator[str]:
+    """Yield the outputs that transformers would no longer collect, because the module it asks is of another class."""
+    theirs = dict(replacement.named_modules(remove_duplicate=False))
+    for name, part in source.named_modules(remove_duplicate=False):
+        for output, kinds in recorded.items():
+            if isinstance(part, kinds) and not isinstance(theirs.get(name), kinds):
+                wanted = " or ".join(kind.__name__ for kind in kinds)
+                where = f"its {name!r}" if name else "it"
+                yield f"would lose the model's {output}: {where} must be an instance of {wanted}"
