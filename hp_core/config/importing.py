@@ -17,6 +17,10 @@ from hp_core.errors import InputError, Problem
 from hp_core.spelling import did_you_mean
 
 
+# What `hp_core.module_replacement` sets on a factory.
+REPLACEMENT_MARK = "__hp_module_replacement__"
+
+
 def import_callable(path: str) -> Callable[..., Any]:
     """Return the class or function at a dotted path.
 

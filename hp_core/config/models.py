@@ -146,6 +146,18 @@ class DataLoaderConfig(Section):
     collate_fn: Target | None = Field(None, description="The collator component; null takes the task trainer's.")
 
 
+class PlanOverride(Section):
+    """One change to the modules that its patterns match."""
+
+    match: tuple[str, ...] = Field(description="Globs over module names; `*` crosses dots.")
+    when: Literal["dp", "tp", "cp", "ep", "pp"] | None = Field(
+        None, description="Apply only where this parallel size is above 1; null applies always."
+    )
+    module_type: str | None = Field(None, description="The class that every match must be an instance of.")
+    exact_type: bool = Field(False, description="Every match must be of `module_type` itself, not of a subclass.")
+    replace_module: Target | None = Field(None, description="The factory of the replacement.")
+
+
 class TrainerConfig(Section):
     """A whole recipe."""
 
@@ -170,6 +182,7 @@ class TrainerConfig(Section):
     training: TrainingConfig = Field(description="How long, how fast and how reproducibly to train.")
     fsdp_config: FsdpConfig = Field(FsdpConfig(), description="How the model is split over the data ranks.")
     mixed_precision: MixedPrecisionConfig = Field(MixedPrecisionConfig(), description="The types to compute in.")
+    plan_overrides: list[PlanOverride] = Field([], description="Changes to modules inside the model.")
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="When to evaluate, and what to show.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save, and where to start from.")
     trackers: list[Target] = Field([], description="Where metrics go besides the run's own files.")
