@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -70,12 +71,18 @@ class Target:
         `InputError`, with the position in the recipe, where the callable raises `ArgumentError`; any other
         exception passes through.
         """
-        function = self.load()
-        passed = Signature.of(function).accepted(runtime)
+        function, signature = self._loaded
+        passed = signature.accepted(runtime)
         try:
             return function(**copy.deepcopy(dict(self.arguments)), **passed)
         except ArgumentError as error:
             raise InputError(self.problem(error.path, error.message, error.hint)) from error
+
+    @cached_property
+    def _loaded(self) -> tuple[Callable[..., Any], Signature]:
+        """The callable and what it takes: one target may build hundreds of modules."""
+        function = self.load()
+        return function, Signature.of(function)
 
     def origin(self, path: str = "") -> Origin:
         """Return where a value of the section was written, or else the innermost value around it that was."""

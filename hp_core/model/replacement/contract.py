@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,4 +136,10 @@ class ResetsBuffers(Protocol):
 
 def transforms_of(module: torch.nn.Module) -> tuple[WeightTransform, ...]:
     """Return the weight transforms that a module declares, none for any other module."""
-    return tuple(module.weight_transforms()) if isinstance(module, ChangesLayout) else ()
+    return tuple(module.weight_transforms()) if _changes_layout(type(module)) else ()  # type: ignore[operator]
+
+
+@functools.cache
+def _changes_layout(kind: type) -> bool:
+    # Asking a runtime protocol takes longer than building a norm.
+    return issubclass(kind, ChangesLayout)

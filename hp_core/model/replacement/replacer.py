@@ -207,13 +207,14 @@ class _Validation:
         except Exception as error:
             self.findings.add(one, f"has a weight_transforms that raises {describe(error)}")
             return one
-        names = tuple(map(frozenset, names_of(transforms)))
-        problems = [*misnamed(transforms, before, one.replacement)]
+        after = Structure.of(one.replacement)
+        problems = [*misnamed(transforms, before, after)] if transforms else []
         if not problems:
-            problems = [*lost_structure(one.original, before, one.replacement, (names[0], names[1]))]
+            names = names_of(transforms)
+            problems = [*lost_structure(one.original, before, one.replacement, after, names)]
         if transforms and not problems:
             tried = self.tried.setdefault(one.rule.index, {})
-            problems += wrong_transforms(transforms, before, one.replacement, shared, tried)
+            problems += wrong_transforms(transforms, before, after, shared, tried)
         problems += lost_records(one.original, one.replacement, recorded)
         lost = self._lost_call(one.original, one.replacement)
         for problem in problems if lost is None else [*problems, lost]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,18 +45,23 @@ class Held:
 
 @dataclass(frozen=True)
 class Structure:
-    """The tensors of a module by their names inside it, and its hooks by (submodule, kind of hook)."""
+    """The tensors of a module by their names inside it, and its hooks by (submodule, kind of hook).
+
+    `saves_its_own_way` says that some part of it has a `state_dict` which is not just its tensors.
+    """
 
     tensors: Mapping[str, Held]
     hooks: Mapping[tuple[str, str], tuple[Any, ...]]
+    saves_its_own_way: bool
 
     @classmethod
     def of(cls, module: nn.Module) -> Structure:
         """Look at a module as it is now. A tensor held under two names appears twice."""
         tensors: dict[str, Held] = {}
         hooks: dict[tuple[str, str], tuple[Any, ...]] = {}
-        for prefix, part in module.named_modules(remove_duplicate=False):
-            dot = f"{prefix}." if prefix else ""
+        own_way = False
+        for dot, part in _parts(module, ""):
+            own_way = own_way or _saves_its_own_way(type(part))
             attributes = vars(part)
             for name, parameter in part._parameters.items():
                 if parameter is not None:
@@ -66,8 +72,15 @@ class Structure:
                     tensors[dot + name] = _held(buffer, "non-persistent buffer" if temporary else "buffer")
             for kind in _HOOKS:
                 if attributes.get(kind):
-                    hooks[prefix, kind] = tuple(attributes[kind].values())
-        return cls(tensors, hooks)
+                    hooks[dot.removesuffix("."), kind] = tuple(attributes[kind].values())
+        return cls(tensors, hooks, own_way)
+
+
+def _parts(module: nn.Module, dot: str) -> Iterator[tuple[str, nn.Module]]:
+    yield dot, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _parts(child, f"{dot}{name}.")
 
 
 def _held(tensor: torch.Tensor, kind: str) -> Held:
@@ -75,7 +88,11 @@ def _held(tensor: torch.Tensor, kind: str) -> Held:
 
 
 def lost_structure(
-    source: nn.Module, before: Structure, replacement: nn.Module, transformed: tuple[Collection[str], Collection[str]]
+    source: nn.Module,
+    before: Structure,
+    replacement: nn.Module,
+    after: Structure,
+    transformed: tuple[Collection[str], Collection[str]],
 ) -> Iterator[str]:
     """Yield what `replacement` lost or changed of `source`.
 
@@ -83,10 +100,10 @@ def lost_structure(
         source: the module to be replaced.
         before: its structure before the replacement was built.
         replacement: what was built.
+        after: its structure.
         transformed: the names that weight transforms account for, in the source and in the replacement.
     """
     gone, new = transformed
-    after = Structure.of(replacement)
     if Structure.of(source) != before:
         yield "changed the module it was given; build another one and leave that as it is"
         return
@@ -105,7 +122,7 @@ def lost_structure(
         if any(one not in kept for one in functions):
             where = f" of {place[0]!r}" if place[0] else ""
             yield f"loses the {place[1].strip('_').replace('_', ' ')}{where}"
-    if not gone and (_saves_its_own_way(source) or _saves_its_own_way(replacement)):
+    if not gone and (before.saves_its_own_way or after.saves_its_own_way):
         keys, others = source.state_dict().keys(), replacement.state_dict().keys()
         if keys != others:
             yield f"changes the keys of state_dict: {sorted(keys ^ others)}"
@@ -131,12 +148,12 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _saves_its_own_way(module: nn.Module) -> bool:
-    return any(
-        type(part).state_dict is not nn.Module.state_dict
-        or type(part)._save_to_state_dict is not nn.Module._save_to_state_dict
-        or type(part).get_extra_state is not nn.Module.get_extra_state
-        for part in module.modules()
+@functools.cache
+def _saves_its_own_way(kind: type[nn.Module]) -> bool:
+    return (
+        kind.state_dict is not nn.Module.state_dict
+        or kind._save_to_state_dict is not nn.Module._save_to_state_dict
+        or kind.get_extra_state is not nn.Module.get_extra_state
     )
 
 

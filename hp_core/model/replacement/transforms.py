@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
-from torch import nn
 
 from hp_core.model.replacement.contract import Tensors, WeightTransform
 from hp_core.model.replacement.structure import Held, Structure
@@ -48,17 +47,17 @@ def to_original(transforms: Sequence[WeightTransform], tensors: Tensors) -> dict
     return {name: value for one in transforms for name, value in one.to_original(tensors).items()}
 
 
-def misnamed(transforms: Sequence[WeightTransform], before: Structure, replacement: nn.Module) -> Iterator[str]:
+def misnamed(transforms: Sequence[WeightTransform], before: Structure, after: Structure) -> Iterator[str]:
     """Yield the names in transforms that are none, or are there twice."""
     originals, replaced = names_of(transforms)
     yield from _misnamed(originals, before, "the original module")
-    yield from _misnamed(replaced, Structure.of(replacement), "the replacement")
+    yield from _misnamed(replaced, after, "the replacement")
 
 
 def wrong_transforms(
     transforms: Sequence[WeightTransform],
     before: Structure,
-    replacement: nn.Module,
+    after: Structure,
     shared: Collection[int],
     tried: dict[object, tuple[str, ...]],
 ) -> Iterator[str]:
@@ -67,11 +66,10 @@ def wrong_transforms(
     Args:
         transforms: what it declares.
         before: the structure of the original module.
-        replacement: the module that declares them.
+        after: the structure of the module that declares them.
         shared: the ids of parameters that other modules of the model hold as well.
         tried: what trials with random numbers have found; one of many equal layers is enough.
     """
-    after = Structure.of(replacement)
     originals, replaced = names_of(transforms)
     old = {name: before.tensors[name] for name in originals}
     new = {name: after.tensors[name] for name in replaced}
