@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from pathlib import Path
 
@@ -28,12 +28,14 @@ def build_datasets(
     cache_dir: Path,
     validation_fraction: float = 0.0,
     validation_source: Source | None = None,
+    columns: Sequence[str] = (),
 ) -> Datasets:
     """Encode, split and pack the documents of `source`: all that a text dataset component has left to do.
 
     Validation documents are those of `validation_source`, or the `validation_fraction` of `source` that
-    `hp_core.data.split.held_out` picks; a trainable tokenizer never sees them. Raises `ArgumentError` for
-    arguments that can't be used and `InputError` for documents that can't.
+    `hp_core.data.split.held_out` picks; a trainable tokenizer never sees them. `columns` names the documents'
+    `values`, which become arrays of the rows. Raises `ArgumentError` for arguments that can't be used and `InputError`
+    for documents that can't.
     """
     if tokenizer is None:
         raise ArgumentError("tokenizer", "this dataset needs a tokenizer", "add `tokenizer: {name: bytes}`")
@@ -47,13 +49,12 @@ def build_datasets(
             data_fingerprint=fingerprint("training documents", source.fingerprint, float(validation_fraction)),
             cache_dir=cache_dir,
         )
-    store = build_tokens(source, tokenizer, cache_dir)
+    store = build_tokens(source, tokenizer, cache_dir, columns)
     held = held_out(store.hashes, store.lengths > 0, validation_fraction)
     validation: WithEmptyRow | None = None
     if validation_source is not None:
-        validation = _rows(
-            build_tokens(validation_source, tokenizer, cache_dir), None, max_seq_len, tokenizer, "validation"
-        )
+        validation_store = build_tokens(validation_source, tokenizer, cache_dir, columns)
+        validation = _rows(validation_store, None, max_seq_len, tokenizer, "validation")
     elif held.any():
         validation = _rows(store, held, max_seq_len, tokenizer, "validation")
     return Datasets(

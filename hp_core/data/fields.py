@@ -14,10 +14,11 @@ DEFAULT_FIELD = "text"
 
 
 class Row(NamedTuple):
-    """One row of a file, and where it stands for messages."""
+    """One row of a file, and where it stands for messages; without types (CSV), every value is text."""
 
     location: str
     fields: Mapping[str, Any]
+    is_typed: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,22 @@ class RowText:
         return "".join(literal + ("" if name is None else self._value(row, name)) for literal, name in self.parts)
 
     def _value(self, row: Row, name: str) -> str:
-        if name not in row.fields:
-            available = ", ".join(map(str, row.fields)) or "none"
-            guess = did_you_mean(name, map(str, row.fields))
-            raise InputError(
-                f"{row.location}: the row has no field {name!r}; its fields are: {available}"
-                + (f"; {guess}" if guess else "")
-            )
-        value = row.fields[name]
+        value = field_of(row, name)
         if isinstance(value, str):
             return value
         if self.is_template and isinstance(value, (int, float)):
             return str(value)
         kind = "null" if value is None else f"of type {type(value).__name__}, not text"
         raise InputError(f"{row.location}: field {name!r} is {kind}")
+
+
+def field_of(row: Row, name: str) -> Any:
+    """The value of a row's field. Raises `InputError`, with the fields that are there, when it is missing."""
+    if name not in row.fields:
+        available = ", ".join(map(str, row.fields)) or "none"
+        guess = did_you_mean(name, map(str, row.fields))
+        raise InputError(
+            f"{row.location}: the row has no field {name!r}; its fields are: {available}"
+            + (f"; {guess}" if guess else "")
+        )
+    return row.fields[name]

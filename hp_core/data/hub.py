@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hp_core.data.columns import RowColumns
 from hp_core.data.fields import Row, RowText
 from hp_core.data.fingerprint import file_fingerprint, fingerprint
 from hp_core.data.sources import Document
@@ -16,11 +17,14 @@ from hp_core.errors import ArgumentError
 class HubSource:
     """One split of a data set, through `datasets.load_dataset`; each row is a document."""
 
-    def __init__(self, hub_id: str, config: str | None, split: str, text: RowText) -> None:
+    def __init__(
+        self, hub_id: str, config: str | None, split: str, text: RowText, columns: RowColumns | None = None
+    ) -> None:
         self.hub_id = hub_id
         self.config = config
         self.split = split
         self.text = text
+        self.columns = columns or RowColumns()
         self.name = f"{hub_id} ({split})"
 
     @cached_property
@@ -49,13 +53,16 @@ class HubSource:
         """Depends on the content of the data set's cached files and on what is taken from them."""
         cached = [file_fingerprint(Path(entry["filename"])) for entry in self.rows.cache_files]
         if not cached:
-            cached = [fingerprint(*(document.text for document in self.documents()))]
+            parts: list[str | float] = []
+            for document in self.documents():
+                parts += (document.text, *document.values)
+            cached = [fingerprint(*parts)]
         return fingerprint("hub", self.split, len(self.rows), *self.text.identity, *cached)
 
     def documents(self) -> Iterator[Document]:
-        """The rows' texts, in the data set's order."""
-        names = self.rows.column_names
-        rows = self.rows.select_columns(list(self.text.fields)) if set(self.text.fields) <= set(names) else self.rows
-        for number, row in enumerate(rows, start=1):
-            location = f"{self.name}: row {number}"
-            yield Document(self.text(Row(location, row)), location)
+        """The rows' texts and columns, in the data set's order."""
+        used = list(dict.fromkeys((*self.text.fields, *self.columns.names)))
+        rows = self.rows.select_columns(used) if set(used) <= set(self.rows.column_names) else self.rows
+        for number, fields in enumerate(rows, start=1):
+            row = Row(f"{self.name}: row {number}", fields)
+            yield Document(self.text(row), row.location, values=self.columns(row))

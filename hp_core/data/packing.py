@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,8 @@ class PackingPlan:
     """Which tokens of a token store each row holds.
 
     The kept documents form one stream. `ends` are their ends in the stream and `shifts` how far each lies further
-    on in the store. Row `i` holds positions `i * max_seq_len` and on, up to `num_tokens` in the last row.
+    on in the store; `documents` are their numbers there. Row `i` holds positions `i * max_seq_len` and on, up to
+    `num_tokens` in the last row.
     """
 
     max_seq_len: int
@@ -28,6 +30,7 @@ class PackingPlan:
     lengths: NDArray[np.int64]
     ends: NDArray[np.int64]
     shifts: NDArray[np.int64]
+    documents: NDArray[np.int64]
     report: DataReport
 
     @property
@@ -64,7 +67,8 @@ def plan_rows(lengths: NDArray[np.int64], max_seq_len: int, selected: NDArray[np
         padding_tokens=num_rows * max_seq_len - num_tokens,
         dropped_tokens=dropped,
     )
-    return PackingPlan(max_seq_len, num_tokens, kept_lengths, ends, store_starts - (ends - kept_lengths), report)
+    shifts = store_starts - (ends - kept_lengths)
+    return PackingPlan(max_seq_len, num_tokens, kept_lengths, ends, shifts, np.flatnonzero(kept), report)
 
 
 class PackedRows:
@@ -72,7 +76,8 @@ class PackedRows:
 
     In each row `labels[t]` is the token after position `t` in the same document, even where that token begins
     the next row; a document's last token has none. `position_ids` restart with every piece of a document. The
-    padding behind the last row's tokens is a piece of its own, with `pad_id` as input and no targets.
+    padding behind the last row's tokens is a piece of its own, with `pad_id` as input and no targets. Each column
+    of the store is a float32 array that holds, at each position of a document, the document's value, and 0 in padding.
     """
 
     def __init__(self, store: TokenStore, plan: PackingPlan, *, pad_id: int) -> None:
@@ -108,4 +113,9 @@ class PackedRows:
         input_ids[: end - begin] = self.store.tokens[stored]
         labels[: end - begin][has_target] = self.store.tokens[stored[has_target] + 1]
         position_ids[: end - begin] = stream - np.repeat(starts, sizes)
-        return {"index": int(index), "input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        sample = {"index": int(index), "input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        for number, name in enumerate(self.store.columns):
+            column = np.zeros(plan.max_seq_len, dtype=np.float32)
+            column[: end - begin] = np.repeat(self.store.values[plan.documents[first : last + 1], number], sizes)
+            sample[name] = column
+        return cast(Sample, sample)

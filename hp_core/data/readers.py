@@ -110,7 +110,7 @@ def _read_csv(path: Path, fields: Sequence[str]) -> Iterator[Row]:
                 location = f"{path}:{reader.line_num}"
                 if len(cells) != len(header):
                     raise InputError(f"{location}: {len(cells)} cells under {len(header)} columns")
-                yield Row(location, dict(zip(header, cells, strict=True)))
+                yield Row(location, dict(zip(header, cells, strict=True)), is_typed=False)
         except csv.Error as error:
             raise InputError(f"{path}:{reader.line_num}: not valid CSV: {error}") from error
         except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ from typing import cast
 
 import numpy as np
 
+from hp_core.data.packing import PackedRows
 from hp_core.data.protocols import EMPTY_ROW, IGNORED_LABEL, DataReport, Datasets, RowDataset, Sample
 from hp_core.errors import InputError, Problem
 
@@ -14,7 +15,7 @@ class WithEmptyRow:
     """A dataset whose row -1 is an empty row: padding without a target, so it adds exactly 0 to any loss.
 
     Ranks that run out of rows in a step take it, so that every rank runs the same number of micro-batches.
-    Arrays a dataset adds of its own are zero in it.
+    Arrays a dataset adds of its own are zero in it, except that `…_labels` have no target either.
     """
 
     def __init__(self, dataset: RowDataset) -> None:
@@ -35,6 +36,11 @@ class WithEmptyRow:
         """The dataset's own."""
         return self.dataset.report
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that the recipe asks for, which a loss must then take; arrays of a user's own are not."""
+        return self.dataset.store.columns if isinstance(self.dataset, PackedRows) else ()
+
     def __len__(self) -> int:
         return len(self.dataset)
 
@@ -42,7 +48,9 @@ class WithEmptyRow:
         if index != EMPTY_ROW:
             return self.dataset[index]
         empty = {name: np.zeros_like(value) for name, value in self.dataset[0].items() if name != "index"}
-        empty["labels"][...] = IGNORED_LABEL
+        for name, value in empty.items():
+            if name == "labels" or name.endswith("_labels"):
+                value[...] = IGNORED_LABEL
         empty["position_ids"][...] = np.arange(self.max_seq_len)
         return cast(Sample, {"index": EMPTY_ROW, **empty})
 

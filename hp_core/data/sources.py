@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from hp_core.data.columns import RowColumns
 from hp_core.data.fields import RowText
 from hp_core.data.fingerprint import file_fingerprint, fingerprint
 from hp_core.data.readers import READERS, read_rows
@@ -21,11 +22,13 @@ class Document(NamedTuple):
     """One text, and where it stands (`data/a.jsonl:12`) for messages.
 
     Documents with the same `group` go to the same side of a validation split; without one, the text decides.
+    `values` are the document's numbers, one for each column that is asked for.
     """
 
     text: str
     location: str
     group: str = ""
+    values: tuple[float, ...] = ()
 
 
 class Source(Protocol):
@@ -38,7 +41,7 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything that changes the documents."""
+        """A hash of everything that changes the documents; which columns are asked for need not be in it."""
         ...
 
     def documents(self) -> Iterator[Document]:
@@ -49,9 +52,10 @@ class Source(Protocol):
 class FileSource:
     """The documents of some files, one for each row (a `.txt` file is one row)."""
 
-    def __init__(self, paths: Sequence[Path], text: RowText) -> None:
+    def __init__(self, paths: Sequence[Path], text: RowText, columns: RowColumns | None = None) -> None:
         self.paths = tuple(paths)
         self.text = text
+        self.columns = columns or RowColumns()
 
     @property
     def name(self) -> str:
@@ -65,10 +69,10 @@ class FileSource:
         return fingerprint("files", *self.text.identity, *parts)
 
     def documents(self) -> Iterator[Document]:
-        """The rows' texts, file by file."""
+        """The rows' texts and columns, file by file."""
         for path in self.paths:
-            for row in read_rows(path, self.text.fields):
-                yield Document(self.text(row), row.location)
+            for row in read_rows(path, (*self.text.fields, *self.columns.names)):
+                yield Document(self.text(row), row.location, values=self.columns(row))
 
 
 def expand_files(files: str | Sequence[str], *, argument: str = "files") -> list[Path]:

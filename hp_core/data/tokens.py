@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -26,14 +26,15 @@ _log = logging.getLogger(__name__)
 
 
 class TokenStore:
-    """The ids of all documents end to end, and each document's length (0 if it has no text) and split hash.
+    """The ids of all documents end to end, and each document's length (0 if it has no text), split hash and columns.
 
     Opened when first used and never pickled, so it costs a data-loader worker nothing to be sent.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, columns: Sequence[str] = ()) -> None:
         self.directory = directory
         self.key = directory.name
+        self.columns = tuple(columns)
 
     @cached_property
     def tokens(self) -> NDArray[np.unsignedinteger]:
@@ -55,23 +56,33 @@ class TokenStore:
         loaded: NDArray[np.uint64] = np.load(self.directory / "hashes.npy")
         return loaded
 
+    @cached_property
+    def values(self) -> NDArray[np.float32]:
+        """Each document's columns, `[documents, columns]`."""
+        loaded: NDArray[np.float32] = np.load(self.directory / "columns.npy")
+        return loaded
+
     def __getstate__(self) -> dict[str, object]:
-        return {"directory": self.directory, "key": self.key}
+        return {"directory": self.directory, "key": self.key, "columns": self.columns}
 
 
-def build_tokens(source: Source, tokenizer: Tokenizer, cache_dir: Path) -> TokenStore:
-    """The source's documents as ids, from the cache if they are there.
+def build_tokens(source: Source, tokenizer: Tokenizer, cache_dir: Path, columns: Sequence[str] = ()) -> TokenStore:
+    """The source's documents as ids, with their `columns`, from the cache if they are there.
 
     A document is what the tokenizer makes of its text, then EOS unless it ends with one. Raises `InputError`
     for text that isn't valid Unicode, and for a tokenizer that gives ids it doesn't declare.
     """
-    key = fingerprint("tokens", _FORMAT, source.fingerprint, tokenizer.fingerprint)
+    named = ("columns", *columns) if columns else ()
+    key = fingerprint("tokens", _FORMAT, source.fingerprint, tokenizer.fingerprint, *named)
 
     def write(directory: Path) -> None:
         _log.info("encoding %s with tokenizer %s", source.name, tokenizer.name)
-        _write(source.documents(), tokenizer, directory)
+        _write(source.documents(), tokenizer, directory, tuple(columns))
 
-    return TokenStore(build_once(cache_dir, key, write, is_complete=_is_complete))
+    def is_complete(directory: Path) -> bool:
+        return _is_complete(directory, len(columns))
+
+    return TokenStore(build_once(cache_dir, key, write, is_complete=is_complete), columns)
 
 
 def document_bytes(document: Document) -> bytes:
@@ -91,12 +102,16 @@ def split_hash(document: Document) -> int:
     return document_hash(document.group.encode() if document.group else content)
 
 
-def _write(documents: Iterable[Document], tokenizer: Tokenizer, directory: Path) -> None:
+def _write(documents: Iterable[Document], tokenizer: Tokenizer, directory: Path, columns: tuple[str, ...] = ()) -> None:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    lengths, hashes = array("q"), array("Q")
+    lengths, hashes, values = array("q"), array("Q"), array("f")
     with (directory / "tokens.bin").open("wb") as file:
         for batch in _batches(documents):
             hashes.extend(split_hash(document) for document in batch)
+            for document in batch:
+                if len(document.values) != len(columns):
+                    raise ValueError(f"{document.location}: {len(document.values)} values for the columns {columns}")
+                values.extend(document.values)
             ids = _encode([document.text for document in batch], tokenizer)
             lengths.extend(map(len, ids))
             flat = np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=sum(map(len, ids)))
@@ -108,12 +123,15 @@ def _write(documents: Iterable[Document], tokenizer: Tokenizer, directory: Path)
             flat.astype(dtype).tofile(file)
     np.save(directory / "lengths.npy", np.frombuffer(lengths, dtype=np.int64))
     np.save(directory / "hashes.npy", np.frombuffer(hashes, dtype=np.uint64))
+    if columns:
+        np.save(directory / "columns.npy", np.frombuffer(values, dtype=np.float32).reshape(-1, len(columns)))
     meta = {
         "format": _FORMAT,
         "dtype": dtype.name,
         "tokens": sum(lengths),
         "documents": len(lengths),
         "tokenizer": tokenizer.name,
+        **({"columns": columns} if columns else {}),
     }
     (directory / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
@@ -149,13 +167,15 @@ def _read_meta(directory: Path) -> tuple[np.dtype[np.unsignedinteger], int, int]
     return np.dtype(meta["dtype"]), int(meta["tokens"]), int(meta["documents"])
 
 
-def _is_complete(directory: Path) -> bool:
+def _is_complete(directory: Path, num_columns: int) -> bool:
     """Whether the files have the sizes that were written; a disk that lost a part is found before training."""
     try:
         dtype, tokens, documents = _read_meta(directory)
-        sizes = {path: np.load(directory / path, mmap_mode="r").shape for path in ("lengths.npy", "hashes.npy")}
-        return (directory / "tokens.bin").stat().st_size == tokens * dtype.itemsize and set(sizes.values()) == {
-            (documents,)
-        }
+        shapes: dict[str, tuple[int, ...]] = {"lengths.npy": (documents,), "hashes.npy": (documents,)}
+        if num_columns:
+            shapes["columns.npy"] = (documents, num_columns)
+        return (directory / "tokens.bin").stat().st_size == tokens * dtype.itemsize and all(
+            np.load(directory / path, mmap_mode="r").shape == shape for path, shape in shapes.items()
+        )
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return False

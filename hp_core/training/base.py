@@ -18,13 +18,7 @@ from hp_core.errors import RunError
 from hp_core.parallel.fsdp import require_sharded, set_gradient_sync
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepLoss, count_targets, on_device
-from hp_core.training.built import (
-    as_lr_scheduler,
-    as_module,
-    as_optimizer,
-    require_each_once,
-    require_savable,
-)
+from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer, require_each_once, require_savable
 from hp_core.training.columns import column_arguments
 from hp_core.training.evaluation import Evaluation, evaluate
 from hp_core.training.gradients import clip, norm_and_count
@@ -34,7 +28,7 @@ from hp_core.training.nonfinite import describe
 from hp_core.training.persistence import restore, save
 from hp_core.training.run import Report, Run, data_facts, data_lines
 from hp_core.training.schedule import steps_left, total_steps
-from hp_core.training.startup import CheckedLoss, checked_datasets, checked_loss
+from hp_core.training.startup import checked_datasets, checked_loss
 from hp_core.training.state import RunState, seed_everything
 
 GetBatch = Callable[[Iterator[Any]], tuple[dict[str, Any], dict[str, Any]]]
@@ -52,7 +46,7 @@ class BaseTrainer:
     model: nn.Module
     loss_fn: nn.Module
     reduction: Reduction
-    columns: tuple[str, ...]
+    columns: tuple[str, ...] = ()
     tokenizer: Any
     transform: Any
     collate_fn: Any
@@ -137,7 +131,7 @@ class BaseTrainer:
             mesh_context=self.mesh_context(),
             training_config=self.config.training,
         )
-        self.datasets = checked_datasets(built, self.run, CheckedLoss(self.loss_fn, self.reduction, self.columns))
+        self.datasets = checked_datasets(built, self.run, self.loss_fn, self.columns)
         self.run.record(data=data_facts(self.datasets))
         for line in data_lines(self.datasets):
             self.run.console.say(line)

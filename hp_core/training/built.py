@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -58,14 +59,24 @@ def require_each_once(optimizer: Optimizer, model: nn.Module) -> None:
         raise InputError(Problem(f"{what}; each trainable parameter belongs to exactly one group", path="optimizer"))
 
 
-def require_loss_call(loss_fn: nn.Module) -> None:
-    """Refuse a loss whose `forward` can't be called with `model_output` and `labels`."""
+def require_loss_call(loss_fn: nn.Module, columns: Sequence[str] = ()) -> None:
+    """Refuse a loss whose `forward` can't be called with `model_output`, `labels` and its `columns`."""
+    given = ("model_output", "labels", *columns)
+    signature = inspect.signature(loss_fn.forward)
     try:
-        inspect.signature(loss_fn.forward).bind(model_output=None, labels=None)
+        signature.bind(**dict.fromkeys(given))
     except TypeError as error:
-        message = f"{type(loss_fn).__name__}.forward can't be called with model_output and labels"
-        hint = "write def forward(self, *, model_output, labels)"
+        message = f"{type(loss_fn).__name__}.forward can't be called with {', '.join(given[:-1])} and {given[-1]}"
+        hint = f"write def forward(self, *, {', '.join(given)})"
+        more = [name for name, one in signature.parameters.items() if _is_needed(one) and name not in given]
+        if more and set(given) <= set(signature.parameters):
+            hint = f"declare columns = {(*columns, *more)} to be given arrays of the rows"
         raise InputError(Problem(message, path="loss_fn", hint=hint)) from error
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    by_name = parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    return by_name and parameter.default is parameter.empty
 
 
 def require_without_parameters(loss_fn: nn.Module) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from hp_core.errors import InputError, Problem
+
 IGNORE_INDEX = -100
+
+# What the loss gets anyway, what only the model gets, and the numbers of the rows, which nobody computes with.
+_NO_COLUMNS = frozenset({"model_output", "labels", "input_ids", "position_ids", "index", "sample_ids"})
 
 Reduction = Literal["mean", "sum"]
 
@@ -18,6 +24,16 @@ class DeclaresReduction(Protocol):
     """A loss that says how it reduces: `mean` over its supervised tokens (assumed of any other loss) or `sum`."""
 
     reduction: str
+
+
+@runtime_checkable
+class DeclaresColumns(Protocol):
+    """A loss whose `forward` takes arrays of the rows beside the labels, as keyword arguments of these names.
+
+    A loss that wraps another one declares what it takes itself, and hands on what the other one needs.
+    """
+
+    columns: Sequence[str]
 
 
 @runtime_checkable
@@ -50,6 +66,35 @@ def reduction_of(loss_fn: nn.Module) -> Reduction:
     if declared == "sum":
         return "sum"
     raise ValueError(f"{type(loss_fn).__name__}.reduction is {declared!r}; a loss declares 'mean' or 'sum'")
+
+
+def columns_of(loss_fn: nn.Module) -> tuple[str, ...]:
+    """The columns that `loss_fn` takes beside `model_output` and `labels`; none unless it declares them.
+
+    Raises:
+        InputError: it declares something else than distinct names of keyword arguments of its `forward`.
+    """
+    if not isinstance(loss_fn, DeclaresColumns):
+        return ()
+    declared: object = loss_fn.columns
+    names = tuple(declared) if isinstance(declared, (tuple, list)) else ()
+    loss, hint = type(loss_fn).__name__, ""
+    parameters = inspect.signature(loss_fn.forward).parameters
+    is_open = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes = {name for name, one in parameters.items() if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
+    if not isinstance(declared, (tuple, list)) or not all(isinstance(name, str) and name for name in names):
+        message, hint = f"{loss}.columns is {declared!r}, not a tuple of names", 'write columns = ("weights",)'
+    elif len(set(names)) != len(names):
+        message = f"{loss}.columns names one twice: {', '.join(names)}"
+    elif taken := [name for name in names if name in _NO_COLUMNS]:
+        message = f"{loss}.columns names {taken[0]!r}, which is no column"
+        hint = "columns are arrays that a dataset adds to its rows, beside input_ids, labels and position_ids"
+    elif strange := [name for name in names if not is_open and name not in takes]:
+        message = f"{loss} declares the column {strange[0]!r}, which its forward does not take"
+        hint = f"write def forward(self, *, model_output, labels, {', '.join(names)})"
+    else:
+        return names
+    raise InputError(Problem(message, path="loss_fn", hint=hint))
 
 
 class ModelOutputLoss(nn.Module):

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from hp_core.checkpoint.layout import MANIFEST
 from hp_core.config import Recipe, TrainerConfig
-from hp_core.data.protocols import Datasets, RowDataset
+from hp_core.data.protocols import Datasets
+from hp_core.data.rows import WithEmptyRow
 from hp_core.errors import HpError, InputError
 from hp_core.observe.console import Console
 from hp_core.observe.run_directory import RunDirectory, write_json
@@ -109,7 +110,8 @@ def digest(config: TrainerConfig) -> str:
     """A hash of everything that a recipe says, for comparing; where values come from the environment too."""
     targets = [(target.section, target.spelling, sorted(target.arguments.items())) for target in config.targets()]
     sections = [str(config.training), str(config.fsdp_config), str(config.mixed_precision), str(config.evaluation)]
-    text = repr((targets, sections, str(config.checkpoint), config.plugins))
+    overrides = [str(override) for override in config.plan_overrides]
+    text = repr((targets, sections, overrides, str(config.checkpoint), config.plugins))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -119,6 +121,7 @@ def data_facts(datasets: Datasets) -> dict[str, Any]:
         name: {
             "rows": len(dataset),
             "fingerprint": dataset.fingerprint,
+            **({"columns": list(dataset.columns)} if dataset.columns else {}),
             **(dataset.report.as_dict() if dataset.report else {}),
         }
         for name, dataset in _splits(datasets)
@@ -136,11 +139,13 @@ def data_lines(datasets: Datasets) -> list[str]:
                 f" ({report.fill:.1%} full) from {report.documents:,} documents; left out: {report.empty_documents} "
                 f"empty, {report.short_documents} of one token, {report.dropped_tokens} trailing tokens"
             )
+        if dataset.columns:
+            line += f"; columns: {', '.join(dataset.columns)}"
         lines.append(line)
     return lines
 
 
-def _splits(datasets: Datasets) -> Iterator[tuple[str, RowDataset]]:
+def _splits(datasets: Datasets) -> Iterator[tuple[str, WithEmptyRow]]:
     for name, dataset in (("train", datasets.train), ("validation", datasets.validation)):
         if dataset is not None:
-            yield name, dataset
+            yield name, dataset if isinstance(dataset, WithEmptyRow) else WithEmptyRow(dataset)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from hp_core.data.build import build_datasets
 from hp_core.data.cache import cache_directory
+from hp_core.data.columns import RowColumns
 from hp_core.data.fields import RowText
 from hp_core.data.hub import HubSource
 from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
@@ -34,6 +35,10 @@ def text(
         str | list[str] | None, Field(description="Files to validate on, instead of a fraction.")
     ] = None,
     cache_dir: CacheDir = None,
+    columns: Annotated[
+        list[str] | None,
+        Field(description="Numeric fields of a row that the loss takes: one number for each document."),
+    ] = None,
     *,
     tokenizer: Tokenizer | TrainableTokenizer | None,
 ) -> Datasets:
@@ -47,21 +52,28 @@ def text(
 
     Validation documents come from `validation_files`, or are a `validation_fraction` of the documents, chosen by
     their text. Token ids are cached in `cache_dir` (default `$HP_CACHE_DIR`, else the user's cache directory).
+
+    `columns` are numeric fields, one number a document, for a loss that declares them. Each becomes a float32 array of
+    the rows that holds the document's number at each of its positions and 0 in padding. Whole numbers are exact up to
+    2**24 and refused where float32 would change them; other numbers are rounded to float32. A missing or null field,
+    a list, a bool, NaN and infinity are refused with their file and line.
     """
     if (files is None) == (hub_id is None):
         raise ArgumentError("files", "give either files or hub_id")
     if files is not None and (hub_config is not None or split is not None):
         raise ArgumentError("split" if split is not None else "hub_config", "has no effect on files; it needs hub_id")
     row_text = RowText.of(field, template)
+    row_columns = RowColumns.of(columns)
     source: Source
     if files is not None:
-        source = FileSource(expand_files(files), row_text)
+        source = FileSource(expand_files(files), row_text, row_columns)
     else:
         assert hub_id is not None
-        source = HubSource(hub_id, hub_config, split or "train", row_text)
+        source = HubSource(hub_id, hub_config, split or "train", row_text, row_columns)
     validation_source = None
     if validation_files is not None:
-        validation_source = FileSource(expand_files(validation_files, argument="validation_files"), row_text)
+        validation_paths = expand_files(validation_files, argument="validation_files")
+        validation_source = FileSource(validation_paths, row_text, row_columns)
     return build_datasets(
         source,
         tokenizer=tokenizer,
@@ -69,4 +81,5 @@ def text(
         cache_dir=cache_directory(cache_dir),
         validation_fraction=validation_fraction,
         validation_source=validation_source,
+        columns=row_columns.names,
     )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from hp_core.data.protocols import Tokenizer
-from hp_core.errors import InputError, Problem
+from hp_core.data.protocols import Datasets, Tokenizer
+from hp_core.errors import InputError, Problem, RunError
 from hp_core.training.accounting import MicroBatch
 from hp_core.training.base import BaseTrainer
+from hp_core.training.columns import column_arguments, empty_columns
 from hp_core.training.evaluation import Evaluation, evaluating
 from hp_plugins.collators.rows import rows
 from hp_plugins.trainers.probes import check_call, check_isolation, check_shift
@@ -41,6 +42,8 @@ class TextTrainer(BaseTrainer):
 
     def _model_loss(self, batch: dict[str, Any]) -> tuple[Any, bool]:
         """The model's output for a batch, and whether the loss lets the model see the labels."""
+        # What prepares the model's inputs may use any column, so the batch of a probe holds them too.
+        batch = {**batch, **empty_columns(self.datasets.train, batch["labels"].shape[1])}
         model_inputs, _ = self.preforward(MicroBatch.of(*get_batch(iter([batch]))))
         with evaluating(self.model):
             return self.forward(model_inputs), "labels" in model_inputs
@@ -58,6 +61,7 @@ class TextTrainer(BaseTrainer):
 
     def _build_get_batch(self) -> None:
         self.get_batch = get_batch
+        _check_columns(self.collate_fn, self.datasets, self.columns)
 
     def _finish(self, evaluation: Evaluation | None) -> Evaluation | None:
         evaluation = super()._finish(evaluation)
@@ -78,6 +82,16 @@ def get_batch(iterator: Iterator[dict[str, Any]]) -> tuple[dict[str, Any], dict[
     model_inputs = {name: batch[name] for name in _MODEL_FIELDS}
     labels = batch["labels"]
     return {**model_inputs, "labels": labels, "shift_labels": labels, "use_cache": False}, loss_inputs
+
+
+def _check_columns(collate_fn: Any, datasets: Datasets, columns: Sequence[str]) -> None:
+    """Refuse a collator that drops a column which the loss takes, before the first step does."""
+    if columns:
+        _, loss_inputs = get_batch(iter([collate_fn([datasets.train[0]])]))
+        try:
+            column_arguments(loss_inputs, columns)
+        except RunError as error:
+            raise InputError(Problem(str(error), path="dataloader.collate_fn")) from error
 
 
 def _check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:

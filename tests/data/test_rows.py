@@ -28,6 +28,7 @@ class Weighted:
             "labels": ids + 1,
             "position_ids": np.arange(3),
             "weights": np.full(3, 0.5, dtype=np.float32),
+            "mtp_labels": ids + 2,
         }
 
 
@@ -40,6 +41,8 @@ def test_the_empty_row_has_no_target_and_all_arrays() -> None:
     assert empty["input_ids"].tolist() == [0, 0, 0]
     assert empty["weights"].tolist() == [0, 0, 0]
     assert empty["weights"].dtype == np.float32
+    # Counted as targets, like the labels, so zeros would be tokens.
+    assert empty["mtp_labels"].tolist() == [-100] * 3
 
 
 def test_other_rows_and_facts_are_the_datasets_own() -> None:

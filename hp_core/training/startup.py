@@ -1,0 +1,63 @@
+"""What has to hold of the loss and the data before a step is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from hp_core.data.order import check_batch
+from hp_core.data.protocols import Datasets
+from hp_core.data.rows import as_datasets
+from hp_core.errors import InputError, Problem
+from hp_core.training.built import as_module, require_loss_call, require_without_parameters
+from hp_core.training.columns import require_columns
+from hp_core.training.evaluation import require_validation
+from hp_core.training.loss import Reduction, columns_of, reduction_of
+from hp_core.training.run import Run
+
+
+class CheckedLoss(NamedTuple):
+    """A loss, how it reduces, and the columns that it takes beside `model_output` and `labels`."""
+
+    loss_fn: nn.Module
+    reduction: Reduction
+    columns: tuple[str, ...]
+
+
+def checked_loss(built: Any, run: Run) -> CheckedLoss:
+    """What `build_loss` gave, on the run's device.
+
+    Raises:
+        InputError: it is no loss that this trainer can call, weigh and leave untrained.
+    """
+    loss_fn = as_module(built, "loss_fn").to(run.setup.device)
+    columns = columns_of(loss_fn)
+    require_loss_call(loss_fn, columns)
+    require_without_parameters(loss_fn)
+    try:
+        return CheckedLoss(loss_fn, reduction_of(loss_fn), columns)
+    except ValueError as error:
+        raise InputError(Problem(str(error), path="loss_fn")) from error
+
+
+def checked_datasets(built: Any, run: Run, loss_fn: nn.Module, columns: Sequence[str]) -> Datasets:
+    """What `build_dataset` gave. Every rank calls it.
+
+    Raises:
+        InputError: it has too few rows for a batch, nothing to evaluate on, or not the columns that the loss takes.
+    """
+    datasets = as_datasets(built)
+    training = run.config.training
+    check_batch(
+        len(datasets.train),
+        dp_size=run.setup.dp_size,
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=training.global_batch_size,
+    )
+    require_validation(run.config.evaluation, datasets)
+    # A plugin that prepares the model's inputs sees every column, so one that the loss doesn't take may be for it.
+    all_used = not any("prepare_model_inputs" in record.hooks for record in run.plugins.records)
+    require_columns(columns, loss_fn, datasets, run.setup, all_used=all_used)
+    return datasets
