@@ -119,3 +119,10 @@ class OddLoss(nn.Module):
 
     def forward(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         return outputs.loss
+
+
+class ZeroLoss(nn.Module):
+    """A mean loss that is zero, and so is every gradient."""
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor) -> torch.Tensor:
+        return model_output.loss * 0.0
