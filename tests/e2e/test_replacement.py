@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -166,7 +167,8 @@ def test_norms_are_not_decayed_after_they_are_replaced(tmp_path: Path) -> None:
     train(recipe(tmp_path, extra=NORMS), *overrides, decay.replace("0.1", "0.0"), out=tmp_path / "still")
     before = _weights(tmp_path / "still")
     for name, weight in moved.items():
-        factor = 1.0 if name.endswith("norm.weight") else 1 - 1e-4
+        exempt = name.endswith("norm.weight") or "embed_tokens" in name
+        factor = 1.0 if exempt else 1 - 1e-4
         assert torch.equal(weight, before[name] * factor), name
 
 
@@ -176,5 +178,7 @@ def _weights(run: Path) -> dict[str, torch.Tensor]:
     folder = run / "checkpoints" / "step_00000001"
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(one.size) for name, one in metadata.items() if name.startswith("model/")}
-    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it loads in a single process
+        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     return tensors
