@@ -16,7 +16,7 @@ from hp_core.spelling import did_you_mean
 
 GROUP_PREFIX = "hp."
 # The name of a distribution (PEP 508); nothing else is worth telling pip.
-_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True, order=True)
@@ -149,13 +149,13 @@ def _ambiguous(found: Sequence[Entry], name: str, kind: str) -> Problem:
 def _unknown(entries: Sequence[Entry], elsewhere: Sequence[Entry], name: str, kind: str) -> Problem:
     names = spellings(entries)
     package, _, bare = name.rpartition(":")
-    if package and _NAME.fullmatch(package):
+    if package and NAME.fullmatch(package):
         own = [entry for entry in entries if canonical(entry.distribution) == canonical(package)]
         if own:
             wanted = did_you_mean(bare, [entry.name for entry in own])
             offered = f"it offers {', '.join(sorted({entry.name for entry in own}))}"
             return Problem(f"the package {package!r} offers no {kind} {bare!r}", hint=f"{wanted} {offered}".strip())
-        if not is_installed(package):
+        if installed_version(package) is None:
             others = " or ".join(repr(entry.qualified_name) for entry in elsewhere)
             hint = f"pip install {package}" + (f", or did you mean {others}?" if others else "")
             return Problem(f"no {kind} is named {name!r}: the package {package!r} is not installed", hint=hint)
@@ -168,13 +168,12 @@ def _unknown(entries: Sequence[Entry], elsewhere: Sequence[Entry], name: str, ki
     return Problem(f"no {kind} is named {name!r}", hint=f"{guess} {installed}".strip())
 
 
-def is_installed(distribution: str) -> bool:
-    """Whether a distribution of this name, in any of its spellings, is on `sys.path`."""
+def installed_version(distribution: str) -> str | None:
+    """The version of the distribution of this name, in any of its spellings, or None if it isn't on `sys.path`."""
     try:
-        importlib.metadata.distribution(distribution)
+        return importlib.metadata.version(distribution)
     except (importlib.metadata.PackageNotFoundError, ValueError):
-        return False
-    return True
+        return None
 
 
 def canonical(distribution: str) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hp_core.cli import check, config, plugins, schema, train
+from hp_core.cli import check, config, new_plugin, plugins, schema, train
 from hp_core.errors import EXIT_INTERRUPTED, HpError, InputError, Problem
 
 _EPILOG = """\
@@ -76,9 +76,19 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 _OPTIONS = frozenset(
-    {"--nproc", "--plugin", "--overwrite", "--diff", "--json", "--load", "--strict", "--hooks", "--help", "--version"}
+    {
+        *("--nproc", "--plugin", "--overwrite", "--diff", "--json", "--load", "--strict", "--hooks", "--kind", "--to"),
+        *("--help", "--version"),
+    }
 )
-_COMMANDS = {"train": train, "check": check, "config": config, "schema": schema, "plugins": plugins}
+_COMMANDS = {
+    "train": train,
+    "check": check,
+    "config": config,
+    "schema": schema,
+    "plugins": plugins,
+    "new-plugin": new_plugin,
+}
 
 
 class _Parser(argparse.ArgumentParser):
