@@ -9,7 +9,8 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import CoreSchema
 
 from hp_core.components import Component, Components
-from hp_core.config.models import TrainerConfig
+from hp_core.config.models import PlanOverride, TrainerConfig, section_in
+from hp_core.config.path import ITEM
 from hp_core.config.section import IMPORT_PATH, NAME, SECTIONS, ComponentSection
 from hp_core.config.signature import EMPTY, Parameter, Signature, argument_adapter
 from hp_core.entry_points import describe
@@ -18,6 +19,7 @@ Schema: TypeAlias = "dict[str, Any]"
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _ENVIRONMENT = "environment"
+_OVER_BASE = " over a base"
 # What YAML gives no text for; an expression, which is text to an editor, may stand there.
 _NO_TEXT = {"integer", "number", "boolean", "array"}
 
@@ -41,16 +43,21 @@ def recipe_schema(components: Components) -> Schema:
     }
     strict: Schema = {}
     for section in SECTIONS:
-        path = ".".join(section.path)
         _add_components(definitions, section, components)
-        definitions[path] = _section(section, components, definitions, with_base=False)
-        definitions[f"{path} over a base"] = _section(section, components, definitions, with_base=True)
+        definitions[section.name] = _section(section, components, definitions, with_base=False)
+        if not _is_listed(section):  # a base's lists are replaced, so nothing in them is left to it
+            definitions[f"{section.name}{_OVER_BASE}"] = _section(section, components, definitions, with_base=True)
     for section in SECTIONS:
-        if len(section.path) == 1:
-            key = section.path[0]
-            described = {"description": schema["properties"][key].get("description", "")}
-            schema["properties"][key] = {**described, **_reference(section, " over a base")}
-            strict[key] = _reference(section, "")
+        if section.is_root:
+            key = section.root
+            schema["properties"][key] = {**_description(schema["properties"][key]), **_reference(section, _OVER_BASE)}
+            strict[key] = _reference(section)
+        elif _is_listed(section):
+            _put_reference(schema, section)
+    definitions[PlanOverride.__name__]["anyOf"] = [{"required": [action]} for action in PlanOverride.ACTIONS]
+    for key, field in TrainerConfig.model_fields.items():
+        if section_in(field.annotation)[1]:
+            schema["properties"][key]["anyOf"].append({"type": "null"})
     schema["patternProperties"] = {"^x-": True}
     schema["if"] = {"not": {"required": ["base"], "properties": {"base": {"type": "string"}}}}
     required = [key for key in schema.pop("required") if strict.get(key) is None or not _has_default(key)]
@@ -103,7 +110,7 @@ def _add_components(definitions: Schema, section: ComponentSection, components: 
             cause = describe(getattr(error, "cause", error))
             schema = {"type": "object", "description": f"Can't be imported here: {cause}", "required": []}
         name = {"enum": [component.name, component.qualified_name]}
-        settings = {one: {"$ref": f"#/$defs/{section.path[0]}.{one}"} for one in section.settings}
+        settings = {one: {"$ref": f"#/$defs/{section.root}.{one}"} for one in section.settings}
         schema["properties"] = {NAME: name, **settings, **schema.get("properties", {})}
         definitions[_definition(section, component)] = schema
 
@@ -132,9 +139,29 @@ def _section(section: ComponentSection, components: Components, definitions: Sch
     return {"anyOf": choices}
 
 
-def _reference(section: ComponentSection, suffix: str) -> Schema:
-    reference: Schema = {"$ref": f"#/$defs/{'.'.join(section.path)}{suffix}"}
-    return {"type": ["array", "null"], "items": reference} if section.is_list else reference
+def _reference(section: ComponentSection, suffix: str = "") -> Schema:
+    return {"$ref": f"#/$defs/{section.name}{suffix}"}
+
+
+def _description(schema: Schema) -> Schema:
+    return {"description": schema["description"]} if "description" in schema else {}
+
+
+def _put_reference(schema: Schema, section: ComponentSection) -> None:
+    """Refer to a section that is inside a list from the schema of what holds it."""
+    holder, key = schema["properties"], section.root
+    for step in section.pattern[1:]:
+        below = holder[key]
+        below = schema["$defs"][below["$ref"].rpartition("/")[2]] if "$ref" in below else below
+        if step == ITEM:
+            holder, key = next(one for one in below["anyOf"] if "items" in one), "items"
+        else:
+            holder, key = below["properties"], str(step)
+    holder[key] = {**_description(holder[key]), **_reference(section)}
+
+
+def _is_listed(section: ComponentSection) -> bool:
+    return ITEM in section.pattern
 
 
 def _components(section: ComponentSection, components: Components) -> list[Component]:
@@ -142,16 +169,18 @@ def _components(section: ComponentSection, components: Components) -> list[Compo
 
 
 def _definition(section: ComponentSection, component: Component) -> str:
-    return f"{'.'.join(section.path)}={component.qualified_name}"
+    return f"{section.name}={component.qualified_name}"
 
 
 def _may_be_null(section: ComponentSection) -> bool:
-    field = TrainerConfig.model_fields[section.path[0]]
-    return section.default is not None or len(section.path) > 1 or not field.is_required()
+    if _is_listed(section):
+        return False
+    is_optional = not TrainerConfig.model_fields[section.root].is_required()
+    return section.default is not None or not section.is_root or is_optional
 
 
 def _has_default(key: str) -> bool:
-    return any(section.path == (key,) and section.default is not None for section in SECTIONS)
+    return any(section.pattern == (key,) and section.default is not None for section in SECTIONS)
 
 
 def _without_titles(schema: Any) -> Any:

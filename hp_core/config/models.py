@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from hp_core.config.target import Target
 
 Dtype = Literal["float32", "bfloat16"]
+# pydantic's error type for a conflict.
+CONFLICT = "conflict"
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Values of a section that don't go together. `key` is the one to point at, empty for the section itself."""
+
+    message: str
+    key: str = ""
+    hint: str = ""
 
 
 class Section(BaseModel):
-    """A group of recipe keys: frozen, strict about types, without unknown keys."""
+    """A group of recipe keys: frozen, strict about types, without unknown keys.
+
+    `LATER` are keys of the recipe language that this version doesn't implement: any content is an error.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    LATER: ClassVar[tuple[str, ...]] = ()
+
     @classmethod
-    def cross_check(cls, values: Mapping[str, Any]) -> str | None:
-        """Return what is wrong with the values together, None if nothing is. Absent keys have their default."""
-        return None
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
+        """Yield what is wrong with the values together. Keys may be absent, and values of a wrong type."""
+        yield from ()
 
     @model_validator(mode="after")
-    def _cross_check(self) -> Self:
-        message = type(self).cross_check(self.__dict__)
-        if message is not None:
-            raise PydanticCustomError("cross_check", "{message}", {"message": message})
+    def _without_conflicts(self) -> Self:
+        for conflict in type(self).conflicts(self.__dict__):
+            raise PydanticCustomError(CONFLICT, "{message}", {"message": conflict.message})
         return self
+
+
+def section_in(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """Return the section that values of a field are, or those in its list, and whether it is a list; None if none."""
+    is_list = typing.get_origin(annotation) is list
+    inner = typing.get_args(annotation)[0] if is_list else annotation
+    return (inner if isinstance(inner, type) and issubclass(inner, Section) else None), is_list
 
 
 class TrainingConfig(Section):
@@ -61,13 +85,12 @@ class TrainingConfig(Section):
     LENGTHS: ClassVar[tuple[str, ...]] = ("train_iters", "train_samples", "train_epochs")
 
     @classmethod
-    def cross_check(cls, values: Mapping[str, Any]) -> str | None:
-        """Return a message unless exactly one length is given."""
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
+        """Yield one unless exactly one length is given."""
         given = [key for key in cls.LENGTHS if values.get(key) is not None]
-        if len(given) == 1:
-            return None
-        found = f"both {' and '.join(given)} are" if len(given) == 2 else "all three are" if given else "none is"
-        return f"needs exactly one of train_iters, train_samples and train_epochs; {found} given"
+        if len(given) != 1:
+            found = f"both {' and '.join(given)} are" if len(given) == 2 else "all three are" if given else "none is"
+            yield Conflict(f"needs exactly one of train_iters, train_samples and train_epochs; {found} given")
 
 
 class FsdpConfig(Section):
@@ -146,16 +169,54 @@ class DataLoaderConfig(Section):
     collate_fn: Target | None = Field(None, description="The collator component; null takes the task trainer's.")
 
 
-class PlanOverride(Section):
-    """One change to the modules that its patterns match."""
+def _as_patterns(value: Any) -> Any:
+    if not isinstance(value, (str, list, tuple)):
+        raise PydanticCustomError("text_or_list_type", "expected text or a list of text")
+    return (value,) if isinstance(value, str) else tuple(value)
 
-    match: tuple[str, ...] = Field(description="Globs over module names; `*` crosses dots.")
-    when: Literal["dp", "tp", "cp", "ep", "pp"] | None = Field(
-        None, description="Apply only where this parallel size is above 1; null applies always."
+
+Pattern: TypeAlias = Annotated[str, Field(min_length=1)]
+Patterns: TypeAlias = Annotated[
+    tuple[Pattern, ...],
+    Field(min_length=1),
+    BeforeValidator(_as_patterns, json_schema_input_type=Pattern | Annotated[list[Pattern], Field(min_length=1)]),
+]
+
+
+class PlanOverride(Section):
+    """An entry is one change to every module of the model that its patterns match."""
+
+    match: Patterns = Field(
+        description="A glob, or a list of globs, over the names of the model's modules. `*` crosses dots; each glob "
+        "must match a module."
     )
-    module_type: str | None = Field(None, description="The class that every match must be an instance of.")
+    when: Literal["dp", "tp", "cp", "ep", "pp"] | None = Field(
+        None, description="Apply the entry only where this parallel size is above 1; null applies it always."
+    )
+    module_type: str | None = Field(
+        None, description="Dotted path of the `torch.nn.Module` class that every match must be an instance of."
+    )
     exact_type: bool = Field(False, description="Every match must be of `module_type` itself, not of a subclass.")
-    replace_module: Target | None = Field(None, description="The factory of the replacement.")
+    replace_module: Target | None = Field(None, description="The component that makes the replacement of each match.")
+
+    ACTIONS: ClassVar[tuple[str, ...]] = ("replace_module",)
+    LATER: ClassVar[tuple[str, ...]] = (
+        "params",
+        "in_src",
+        "in_dst",
+        "out_src",
+        "out_dst",
+        "inner_wrapper",
+        "local_compute_fn",
+    )
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
+        """Yield one for an entry without an action, and one for an exact type that isn't named."""
+        if all(values.get(action) is None for action in cls.ACTIONS):
+            yield Conflict("does nothing", hint="write replace_module")
+        if values.get("exact_type") is True and values.get("module_type") is None:
+            yield Conflict("needs module_type, the type that is meant", "exact_type", "write it, or remove exact_type")
 
 
 class TrainerConfig(Section):
@@ -188,21 +249,19 @@ class TrainerConfig(Section):
     trackers: list[Target] = Field([], description="Where metrics go besides the run's own files.")
     launch: LaunchConfig = Field(LaunchConfig(), description="Processes to start when nothing else starts them.")
 
+    LATER: ClassVar[tuple[str, ...]] = (
+        "peft",
+        "accelerator",
+        "activation_checkpoint",
+        "activation_swap",
+        "compile",
+        "profiler",
+        "debug",
+    )
+
     def targets(self) -> tuple[Target, ...]:
         """Return every component that the recipe names."""
         data = (self.dataset.source, self.dataset.tokenizer, self.dataloader.loader, self.dataloader.collate_fn)
+        replacements = (override.replace_module for override in self.plan_overrides)
         named = (self.trainer, self.model, self.loss_fn, self.optimizer, self.lr_scheduler, *data, *self.trackers)
-        return tuple(target for target in named if target is not None)
-
-
-# Root keys of the recipe language that this version doesn't implement: any content is an error.
-RESERVED_KEYS = (
-    "peft",
-    "accelerator",
-    "plan_overrides",
-    "activation_checkpoint",
-    "activation_swap",
-    "compile",
-    "profiler",
-    "debug",
-)
+        return tuple(target for target in (*named, *replacements) if target is not None)

@@ -8,6 +8,9 @@ from typing import TypeAlias
 
 Path: TypeAlias = "tuple[str | int, ...]"
 
+# In a pattern of paths, the step that stands for every index of a list.
+ITEM = -1
+
 _BARE_KEY = re.compile(r"[^.\[\]=\"\s]+")
 _STEP = re.compile(r"""(?:^|\.)(?P<key>[^.\[\]="\s]+)|(?:^|\.)(?P<quoted>"(?:[^"\\]|\\.)*")|\[(?P<index>\d+)\]""")
 
@@ -39,6 +42,11 @@ def split_path(text: str) -> tuple[Path, str]:
     if not path or isinstance(path[0], int):
         raise ValueError(f"{text!r} doesn't begin with a recipe path")
     return tuple(path), text[position:]
+
+
+def pattern_of(path: Path) -> Path:
+    """Return the pattern that a path fits: the path with `ITEM` in place of each index."""
+    return tuple(ITEM if isinstance(step, int) else step for step in path)
 
 
 def parse_path(text: str) -> Path:

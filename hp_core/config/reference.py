@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from hp_core.components import Component, Components, group
+from hp_core.components import Component, Components
 from hp_core.config.json_schema import Schema, SchemaGenerator, component_schema
-from hp_core.config.models import RESERVED_KEYS, Section, TrainerConfig
-from hp_core.config.section import SECTIONS, ComponentSection
+from hp_core.config.models import Section, TrainerConfig, section_in
+from hp_core.config.section import SECTIONS, ComponentSection, section_at
+from hp_core.config.shape import members
+from hp_core.config.target import Target
 from hp_core.entry_points import canonical, describe
 
 DISTRIBUTION = "hyperparallel"
@@ -29,7 +31,7 @@ ignored and can hold anchors.
 - `${env:NAME}` and `${env:NAME,default}` read the environment. An expression that is the whole value is typed as if its
   value were written there; `!!str ${env:NAME}` takes it as text. The values are never printed.
 - `--training.seed=1` on the command line writes a value over the file's, typed as if it were written there, and
-  `--trackers[0].name=x` reaches into a list. The order of overrides doesn't matter.
+  `--plan_overrides[0].exact_type=false` reaches into a list. The order of overrides doesn't matter.
 - A section that names a component takes `name: NAME` (an installed one; `package:NAME` where two packages offer it) or
   `_target_: package.module.attribute`, and its arguments beside it. `section: NAME` is short for
   `section: {name: NAME}`. A `_target_` names code: trust a recipe as you trust a program.
@@ -40,27 +42,31 @@ def reference(components: Components) -> str:
     """Return the reference in Markdown; `components` are filtered to those of this distribution."""
     own = [one for one in components.all() if canonical(one.distribution) == DISTRIBUTION]
     lines = [_INTRODUCTION, "## Root keys", ""]
-    roots = {section.path[0] for section in SECTIONS if len(section.path) == 1}
     schema = TrainerConfig.model_json_schema(schema_generator=SchemaGenerator)
     definitions = schema["$defs"]
-    scalars = {key: value for key, value in schema["properties"].items() if key not in roots and not _section(key)}
+    scalars = {key: value for key, value in schema["properties"].items() if _is_scalar(key)}
     lines += _table(scalars, [], definitions)
     lines += [
         "",
-        f"Reserved for later versions, and refused until then: {', '.join(f'`{key}`' for key in RESERVED_KEYS)}.",
+        f"Reserved for later versions, and refused until then: {_listed(TrainerConfig.LATER)}.",
     ]
     for key, field in TrainerConfig.model_fields.items():
-        if key in roots:
-            lines += _component_sections(key, field.description or "", own)
-        elif section := _section(key):
-            lines += ["", f"## `{key}`", "", inspect.getdoc(section) or "", ""]
+        section, is_list = section_in(field.annotation)
+        if section is not None and section_at((key,)) is None:
+            description = [f"{field.description or ''} A list.", ""] if is_list else []
+            lines += ["", f"## `{key}`", "", *description, inspect.getdoc(section) or "", ""]
             lines += _section_tables(section, definitions, key)
+        lines += _component_sections(key, field.description or "", own)
     return "\n".join(lines) + "\n"
 
 
-def _section(key: str) -> type[Section] | None:
-    annotation = TrainerConfig.model_fields[key].annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+def _is_scalar(key: str) -> bool:
+    is_section = section_in(TrainerConfig.model_fields[key].annotation)[0] is not None
+    return not is_section and all(section.root != key for section in SECTIONS)
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
 
 
 def _section_tables(section: type[Section], definitions: Mapping[str, Schema], path: str) -> Iterator[str]:
@@ -71,7 +77,12 @@ def _section_tables(section: type[Section], definitions: Mapping[str, Schema], p
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
     }
     plain = {key: value for key, value in schema["properties"].items() if key not in inner}
+    for key in plain:
+        if Target in members(section.model_fields[key].annotation):
+            plain[key] = {**plain[key], "anyOf": [{"type": "component"}, {"type": "null"}]}
     yield from _table(plain, schema.get("required", []), definitions)
+    if section.LATER:
+        yield from ("", f"Reserved for later versions, and refused until then: {_listed(section.LATER)}.")
     for key, below in inner.items():
         yield from ("", f"### `{path}.{key}`", "", inspect.getdoc(below) or "", "")
         yield from _section_tables(below, definitions, f"{path}.{key}")
@@ -79,23 +90,21 @@ def _section_tables(section: type[Section], definitions: Mapping[str, Schema], p
 
 def _component_sections(key: str, description: str, own: list[Component]) -> Iterator[str]:
     for section in SECTIONS:
-        if section.path[0] != key:
+        if section.root != key:
             continue
-        path = ".".join(section.path)
-        yield from ("", f"## `{path}`", "")
-        if section.path == (key,):
+        yield from ("", f"## `{section.name}`", "")
+        if section.name == key:
             yield from (description + (f" Default: `{section.default}`." if section.default else ""), "")
-        yield f"Entry-point group `{section.group}`.{' A list.' if section.is_list else ''}"
-        runtime = group(section.group).runtime_arguments
-        if runtime:
-            yield f"The trainer provides {', '.join(f'`{name}`' for name in runtime)}."
+        yield f"Entry-point group `{section.group}`.{' A list.' if section.is_item else ''}"
+        if section.runtime_arguments:
+            yield f"The trainer provides {_listed(section.runtime_arguments)}."
         for component in own:
             if component.group == section.group:
                 yield from _component(section, component)
 
 
 def _component(section: ComponentSection, component: Component) -> Iterator[str]:
-    yield from ("", f"### `{'.'.join(section.path)}`: `{component.name}`", "")
+    yield from ("", f"### `{section.name}`: `{component.name}`", "")
     try:
         schema = component_schema(section, component)
         summary = inspect.getdoc(component.load()) or ""
@@ -127,7 +136,14 @@ def _default(schema: Schema) -> str:
     return f"`{json.dumps(schema['default'], ensure_ascii=False)}`" if "default" in schema else ""
 
 
-_KINDS = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text", "null": "null"}
+_KINDS = {
+    "integer": "integer",
+    "number": "number",
+    "boolean": "true or false",
+    "string": "text",
+    "null": "null",
+    "component": "component",
+}
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 

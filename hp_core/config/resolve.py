@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hp_core.components import Component, ComponentLoadError, Components
-from hp_core.config.importing import check_is_loss, import_callable
+from hp_core.config.importing import check_is_loss, check_is_replacement, import_callable
 from hp_core.config.node import MapNode, Node, ScalarNode, describe, is_null, nearest_origin, to_data, walk
 from hp_core.config.path import Path, format_path
 from hp_core.config.section import IMPORT_PATH, NAME, ComponentSection
@@ -21,7 +21,8 @@ from hp_core.config.wording import problems_of, unknown_key
 from hp_core.errors import InputError, Problem
 from hp_core.spelling import did_you_mean, nearest
 
-LOSSES = "hp.losses"
+# What a component must be, for the groups where that can be told before it is built.
+_CHECKS = {"hp.losses": check_is_loss, "hp.module_replacements": check_is_replacement}
 
 
 def resolve_target(
@@ -64,7 +65,8 @@ class _Resolver:
         except SignatureError as error:
             self._report(f"{shown!r} {error}", (key,))
             return None
-        problem = check_is_loss(function, signature.returns, shown) if self.section.group == LOSSES else None
+        check = _CHECKS.get(self.section.group)
+        problem = check(function, signature.returns, shown) if check is not None else None
         if problem is not None:
             self._report(problem.message, (key,), problem.hint)
         given = node.without(NAME, IMPORT_PATH, *self.section.settings)

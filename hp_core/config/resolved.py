@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from hp_core.config.loader import Recipe
-from hp_core.config.models import Section, TrainerConfig
-from hp_core.config.node import NULL, Entry, MapNode, Node, ScalarNode, from_data, is_null
-from hp_core.config.section import SECTIONS
+from hp_core.config.models import Section, TrainerConfig, section_in
+from hp_core.config.node import NULL, Entry, ListNode, MapNode, Node, ScalarNode, from_data, is_null
+from hp_core.config.section import ComponentSection, section_at
 from hp_core.errors import Origin
-
-_ROOTS = {section.path[0]: section for section in SECTIONS if len(section.path) == 1}
 
 
 def resolved_tree(recipe: Recipe) -> MapNode:
@@ -25,32 +24,30 @@ def resolved_tree(recipe: Recipe) -> MapNode:
         if key == "base":
             continue  # it is merged
         node = recipe.tree.get(key)
-        default = field.get_default()
-        if is_null(node) and key in _ROOTS:
-            node = from_data([]) if _ROOTS[key].is_list else node or NULL
-        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section) and key not in _ROOTS:
-            node = _filled(node, field.annotation)
-        elif node is None:
-            node = from_data(default)
-        assert node is not None
-        entries[key] = Entry(Origin(), _with_settings(key, node))
+        named = section_at((key,))
+        entries[key] = Entry(Origin(), _value(node, field) if named is None else _with_settings(named, node or NULL))
     return MapNode(entries, recipe.tree.origin)
 
 
-def _filled(node: Node | None, section: type[BaseModel]) -> Node:
+def _value(node: Node | None, field: FieldInfo) -> Node:
+    section, is_list = section_in(field.annotation)
+    if section is not None and not is_list:
+        return _filled(node, section)
+    if section is not None and isinstance(node, ListNode):
+        return replace(node, items=tuple(_filled(item, section) for item in node.items))
+    if node is None or (is_list and is_null(node)):
+        return from_data(field.get_default())
+    return node
+
+
+def _filled(node: Node | None, section: type[Section]) -> Node:
     given = node if isinstance(node, MapNode) else MapNode()
-    entries: dict[str, Entry] = {}
-    for key, field in section.model_fields.items():
-        value = given.get(key)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            value = _filled(value, field.annotation)
-        entries[key] = Entry(Origin(), value if value is not None else from_data(field.get_default()))
+    entries = {key: Entry(Origin(), _value(given.get(key), field)) for key, field in section.model_fields.items()}
     return MapNode(entries, given.origin)
 
 
-def _with_settings(key: str, node: Node) -> Node:
-    settings = _ROOTS[key].settings if key in _ROOTS else ()
-    for setting in settings:
+def _with_settings(section: ComponentSection, node: Node) -> Node:
+    for setting in section.settings:
         if isinstance(node, MapNode) and setting not in node.entries:
             node = node.with_node(setting, NULL)
     return node

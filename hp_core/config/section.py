@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hp_core.components import GROUPS
-from hp_core.config.node import ListNode, MapNode, Node, ScalarNode
-from hp_core.config.path import Path
+from hp_core.config.node import ListNode, MapNode, Node, ScalarNode, descend, is_null
+from hp_core.config.path import ITEM, Path, pattern_of
 from hp_core.errors import Origin
 
 NAME = "name"
@@ -17,46 +18,91 @@ IMPORT_PATH = "_target_"
 class ComponentSection:
     """A place that names a component.
 
-    `path` is where it is (for a list: where the list is); `default` is the component when the recipe names none;
-    `settings` are keys inside the section that belong to the recipe rather than to the component.
+    `pattern` says where it is: the steps of its path, `ITEM` for every item of a list (`trackers`, `ITEM`);
+    `default` is the component when the recipe names none; `settings` are keys inside the section that belong to the
+    recipe rather than to the component.
     """
 
-    path: tuple[str, ...]
+    pattern: Path
     group: str
     runtime_arguments: tuple[str, ...]
-    is_list: bool = False
     default: str | None = None
     settings: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the section is called wherever it is (`trackers`, `plan_overrides.replace_module`)."""
+        return ".".join(step for step in self.pattern if isinstance(step, str))
+
+    @property
+    def root(self) -> str:
+        """The root key that it is under."""
+        return str(self.pattern[0])
+
+    @property
+    def is_root(self) -> bool:
+        """Whether a root key names the component."""
+        return len(self.pattern) == 1
+
+    @property
+    def is_item(self) -> bool:
+        """Whether the items of a list name the components."""
+        return self.pattern[-1] == ITEM
 
 
 _DEFAULTS = {"trainer": "text", "dataloader": "torch"}
 _SETTINGS = {"dataset": ("tokenizer",), "dataloader": ("collate_fn",)}
-_LISTS = ("trackers",)
+_LISTS = ("trackers", "plan_overrides")
 # Sections of keys that this version doesn't implement.
-_LATER = ("plan_overrides",)
+_LATER = ("plan_overrides.inner_wrapper", "plan_overrides.local_compute_fn")
+
+
+def _pattern(name: str) -> Path:
+    keys = name.split(".")
+    return tuple(step for key in keys for step in ((key, ITEM) if key in _LISTS else (key,)))
+
 
 SECTIONS: tuple[ComponentSection, ...] = tuple(
     ComponentSection(
-        tuple(group.section.split(".")),
+        _pattern(group.section),
         group.name,
         group.runtime_arguments,
-        group.section in _LISTS,
         _DEFAULTS.get(group.section),
         _SETTINGS.get(group.section, ()),
     )
     for group in GROUPS
-    if not group.section.startswith(_LATER)
+    if group.section not in _LATER
 )
-_BY_PATH = {section.path: section for section in SECTIONS}
+_BY_PATTERN = {section.pattern: section for section in SECTIONS}
 
 
 def section_at(path: Path) -> ComponentSection | None:
     """Return the component section that is at a path, if one is."""
-    if path and isinstance(path[-1], int):
-        section = _BY_PATH.get(path[:-1])  # type: ignore[arg-type]
-        return section if section is not None and section.is_list else None
-    section = _BY_PATH.get(path)  # type: ignore[arg-type]
-    return None if section is not None and section.is_list else section
+    return _BY_PATTERN.get(pattern_of(path))
+
+
+def component_nodes(tree: MapNode) -> Iterator[tuple[ComponentSection, Path, Node]]:
+    """Yield each component section that the tree fills, with its path and node."""
+    for section in SECTIONS:
+        for path, node in places(tree, section.pattern):
+            if is_filled(section, node):
+                yield section, path, node
+
+
+def is_filled(section: ComponentSection, node: Node) -> bool:
+    """Whether a component section says something. A null does only as the item of a list, where it is an error."""
+    return section.is_item or not is_null(node)
+
+
+def places(node: Node, pattern: Path, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield each value whose path fits the pattern, with its path."""
+    if not pattern:
+        yield path, node
+    elif pattern[0] == ITEM:
+        for index, item in enumerate(node.items if isinstance(node, ListNode) else ()):
+            yield from places(item, pattern[1:], (*path, index))
+    elif (below := descend(node, pattern[0])) is not None:
+        yield from places(below, pattern[1:], (*path, pattern[0]))
 
 
 def spell_out(node: Node, path: Path = ()) -> Node:
@@ -68,7 +114,7 @@ def spell_out(node: Node, path: Path = ()) -> Node:
             spelt = spell_out(entry.node, (*path, key))
             node = node if spelt is entry.node else node.with_node(key, spelt)
         return node
-    if isinstance(node, ListNode) and path in _BY_PATH:
+    if isinstance(node, ListNode):
         items = tuple(spell_out(item, (*path, index)) for index, item in enumerate(node.items))
         return ListNode(items, node.origin, node.expression)
     return node
@@ -79,8 +125,9 @@ def add_defaults(tree: MapNode) -> MapNode:
     for section in SECTIONS:
         if section.default is None:
             continue
-        key = section.path[0]
-        node = tree.get(key) or MapNode()
+        key = section.root
+        given = tree.get(key)
+        node = MapNode() if given is None or is_null(given) else given
         if isinstance(node, MapNode) and NAME not in node.entries and IMPORT_PATH not in node.entries:
             name = ScalarNode(section.default, Origin(), section.default)
             named = MapNode({}, node.origin).with_node(NAME, name)

@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hp_core.config.node import Node, ScalarNode, descend, describe, find, nearest_origin
+from hp_core.config.models import CONFLICT
+from hp_core.config.node import MapNode, Node, ScalarNode, descend, describe, find, nearest_origin
 from hp_core.config.path import Path, format_path
 from hp_core.config.scalar import resolve_plain
 from hp_core.config.shape import known_keys
@@ -35,6 +36,7 @@ _EXPECTED = {
     "set_type": "a list",
     "frozen_set_type": "a list",
     "iterable_type": "a list",
+    "text_or_list_type": "text or a list of text",
     "dict_type": "a mapping",
     "mapping_type": "a mapping",
     "model_type": "a mapping",
@@ -86,8 +88,10 @@ def problems_of(
 
     `node` is what was validated, `path` its recipe path, and `annotation` what it was validated against (a mapping
     of annotations for a mapping of arguments). `elsewhere` has the paths of keys that may be in a wrong place.
+    Conflicts are left out: pydantic looks for them only where it finds nothing else.
     """
-    findings = [_finding(details, node) for details in error.errors(include_url=False, include_input=False)]
+    found = error.errors(include_url=False, include_input=False)
+    findings = [_finding(details, node) for details in found if details["type"] != CONFLICT]
     problems: list[Problem] = []
     for group in _by_union(_without_misspelt(findings, annotation)):
         for chosen in _choose(group, node):
@@ -169,8 +173,7 @@ def _problem(
     if finding.kind in _UNKNOWN_TYPES:
         known = known_keys(annotation, finding.path)
         return unknown_key(node, (*finding.path, str(finding.last)), path, known, elsewhere)
-    is_about_section = finding.kind in _MISSING_TYPES or finding.kind == "cross_check"
-    origin = nearest_origin(node, finding.path, key=is_about_section)
+    origin = nearest_origin(node, finding.path, key=finding.kind in _MISSING_TYPES)
     if finding.kind in _MISSING_TYPES:
         if isinstance(finding.last, int):
             return Problem(f"has too few items: item {finding.last} is missing", format_path(full), origin)
@@ -214,6 +217,8 @@ def _wanted(finding: _Finding) -> str:
 def _hint(findings: list[_Finding], value: Node, path: Path) -> str:
     """Return what to write instead, if that can be guessed."""
     kinds = {finding.kind for finding in findings}
+    if isinstance(value, MapNode) and kinds & {"list_type", "tuple_type"}:
+        return "begin each item with '- '"
     if not isinstance(value, ScalarNode) or value.expression is not None:
         return ""
     word = value.text.casefold()

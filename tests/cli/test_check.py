@@ -44,6 +44,18 @@ def test_every_fault_comes_with_those_of_plugins_and_overrides(tmp_path: pathlib
     assert caught.value.exit_code == EXIT_USER_INPUT
 
 
+def test_faulty_entry(tmp_path: pathlib.Path) -> None:
+    path = write(tmp_path, f"{MINIMAL}plan_overrides:\n- match: []\n  replace_module: fast_nrom\n")
+    with pytest.raises(InputError) as caught:
+        invoke(check, path, overrides=("--plan_overrides[0].exact_type=true",))
+    first, second, third = str(caught.value).splitlines()
+    assert first == f"{path}:6:10: plan_overrides[0].match: must not be empty"
+    assert second.startswith(f"{path}:7:19: plan_overrides[0].replace_module.name: no ")
+    assert "did you mean 'fast_norm'?" in second
+    assert third.startswith("--plan_overrides[0].exact_type=true: plan_overrides[0].exact_type: needs module_type")
+    assert caught.value.exit_code == EXIT_USER_INPUT
+
+
 def test_plugin_option(tmp_path: pathlib.Path) -> None:
     with pytest.raises(InputError, match="nowhere"):
         invoke(check, write(tmp_path, MINIMAL), "-p", "nowhere")

@@ -28,6 +28,25 @@ def test_resolved_recipe(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[s
     assert "hush" not in shown
 
 
+def test_entries_are_shown_with_their_origins(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"{MINIMAL}plan_overrides:\n- match: a\n  module_type: torch.nn.Linear\n  replace_module: fast_norm\n"
+    path = write(tmp_path, text)
+    options = ("--plan_overrides[0].exact_type=true", "--plan_overrides[0].replace_module.eps=1e-5")
+    assert invoke(config, path, overrides=options) == 0
+    shown = capsys.readouterr().out.splitlines()
+    start = shown.index("plan_overrides:")
+    assert shown[start + 1 : start + 9] == [
+        f"  - match: a  # {path}:6:10",
+        "    when: null  # default",
+        f"    module_type: torch.nn.Linear  # {path}:7:16",
+        f"    exact_type: true  # {options[0]}",
+        "    replace_module:",
+        f"      name: fast_norm  # {path}:8:19",
+        f"      eps: 1.0e-05  # {options[1]}",
+        "      # mode: plain  # default",
+    ]
+
+
 def test_json(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(config, write(tmp_path, f"{MINIMAL}output_dir: ${{env:JOB}}\n"), "--json") == 0
     data = json.loads(capsys.readouterr().out)

@@ -11,12 +11,15 @@ from hp_core.config import Recipe, load_recipe
 from hp_core.errors import InputError
 
 PARTS = "tests.config.parts"
+REPLACEMENTS = "tests.config.replacements"
 VALUES = {
     ("hp.models", "net"): f"{PARTS}:net",
     ("hp.losses", "causal_lm"): "tests.config.losses:CausalLm",
     ("hp.optimizers", "adam"): f"{PARTS}:Adam",
     ("hp.optimizers", "sgd"): f"{PARTS}:Sgd",
     ("hp.lr_schedulers", "anything"): f"{PARTS}:anything",
+    ("hp.module_replacements", "fast_norm"): f"{REPLACEMENTS}:fast_norm",
+    ("hp.module_replacements", "wrapped"): f"{REPLACEMENTS}:Wrapped",
     ("hp.datasets", "rows"): f"{PARTS}:rows",
     ("hp.datasets", "other_rows"): f"{PARTS}:other_rows",
     ("hp.tokenizers", "words"): f"{PARTS}:words",

@@ -132,6 +132,17 @@ def test_other_values_for_text_are_refused(bench: Workbench, written: str) -> No
     assert line.endswith(f"'{written}'; write \"{written}\"")
 
 
+def test_unknown_key_without_a_value(bench: Workbench) -> None:
+    assert bench.errors(f"{MINIMAL}evalution:\n  # every: 3\n") == [
+        "recipe.yaml:5:1: evalution: unknown key; did you mean 'evaluation'?"
+    ]
+
+
+def test_a_length_that_is_not_known_is_not_missing_as_well(bench: Workbench) -> None:
+    (line,) = bench.errors(MINIMAL.replace("{train_iters: 10}", '{train_iters: "${env:N}"}'))
+    assert line.startswith("recipe.yaml:4:25: training.train_iters: the environment variable 'N' is not set")
+
+
 def test_misplaced_key(bench: Workbench) -> None:
     assert bench.errors(f"{MINIMAL}micro_batch_size: 3\n") == [
         "recipe.yaml:5:1: micro_batch_size: unknown key; did you mean 'training.micro_batch_size'?"
@@ -170,7 +181,8 @@ def test_keys_of_later_versions_are_refused_unless_empty(bench: Workbench) -> No
 
 
 def test_sections_of_comments_only_are_empty(bench: Workbench) -> None:
-    config = bench.load(f"{MINIMAL}evaluation:\n  # every: 3\ntrackers:\nplugins:\nloss_fn:\n").config
+    empty = "evaluation:\n  # every: 3\ntrackers:\nplugins:\nloss_fn:\nplan_overrides:\ntrainer:\ndataloader:\n"
+    config = bench.load(MINIMAL + empty).config
     assert config == bench.load(MINIMAL).config
 
 

@@ -134,6 +134,27 @@ def test_schema_lists_components_with_their_arguments() -> None:
     assert all(resolves(schema, name) for name in names)
 
 
+def test_schema_completes_the_items_of_lists() -> None:
+    schema = recipe_schema(COMPONENTS)
+    definitions = schema["$defs"]
+    for key, item in (("plan_overrides", "PlanOverride"), ("trackers", "trackers")):
+        array, _, null = schema["properties"][key]["anyOf"]
+        assert (array["items"]["$ref"], null) == (f"#/$defs/{item}", {"type": "null"})
+    entry = definitions["PlanOverride"]
+    assert entry["properties"]["replace_module"]["$ref"] == "#/$defs/plan_overrides.replace_module"
+    assert (entry["required"], entry["anyOf"]) == (["match"], [{"required": ["replace_module"]}])
+    assert entry["properties"]["match"]["anyOf"][0] == {"type": "string", "minLength": 1}
+    assert entry["additionalProperties"] is False
+    choices = definitions["plan_overrides.replace_module"]["anyOf"]
+    assert choices[0]["enum"] == ["fast_norm", "parts:fast_norm", "wrapped", "parts:wrapped"]
+    assert {"type": "null"} not in choices
+    norm = definitions["plan_overrides.replace_module=parts:fast_norm"]
+    assert set(norm["properties"]) == {"name", "eps", "mode"}
+    wrapped = {"$ref": "#/$defs/plan_overrides.replace_module=parts:wrapped", "required": ["name", "width"]}
+    assert wrapped in choices
+    assert not [name for name in definitions if name.endswith("over a base") and name.startswith(("plan", "track"))]
+
+
 def references(schema: Any) -> list[str]:
     if isinstance(schema, dict):
         own = [schema["$ref"]] if isinstance(schema.get("$ref"), str) else []
@@ -155,6 +176,10 @@ def test_reference_names_every_key() -> None:
         "| `train_iters` | integer ≥ 1 or null | `null` |",
         "### `evaluation.samples`",
         "## `dataset.tokenizer`",
+        "## `plan_overrides.replace_module`",
+        "| `match` | text or list of text | required |",
+        "| `replace_module` | component or null | `null` |",
+        "refused until then: `params`, `in_src`",
     ):
         assert words in text
     assert "adam" not in text  # another distribution's
