@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel
 
 from hp_core.components import Components, group
-from hp_core.config.models import TrainerConfig
+from hp_core.config.models import Section, TrainerConfig, section_in
 from hp_core.config.signature import Signature
-from hp_core.config.target import Target
 from hp_core.observe.trackers import read_metrics
 from tests.contract.texts import write_texts
 from tests.e2e.runs import hp_train_here, manifest, steps, train
@@ -173,6 +171,22 @@ def resharding(bench: Bench) -> bool:
     return [one["reshards"] for one in found] == [True, False]
 
 
+def replaced(bench: Bench, **entry: Any) -> list[str]:
+    """The modules that a run with this entry of `plan_overrides` replaced."""
+    given = {"match": "model.norm", "replace_module": "rms_norm", **entry}
+    outcome = bench.run(f"--plan_overrides={json.dumps([given])}", "--training.train_iters=1")
+    assert outcome.code == 0, outcome.output
+    (summary,) = manifest(outcome.directory)["replaced_modules"]
+    assert summary["factory"] == given["replace_module"]
+    modules: list[str] = summary["modules"]
+    return modules
+
+
+def refused_type(*overrides: str, text: str) -> Callable[[Bench], bool]:
+    entry = "{match: model.norm, replace_module: rms_norm, module_type: torch.nn.Module}"
+    return says(text, f"--plan_overrides=[{entry}]", *overrides, code=2)
+
+
 def timeout(bench: Bench) -> bool:
     """A rank that hangs is noticed after the timeout, not after half an hour."""
     from hp_core.testing.ranks import RankError
@@ -233,6 +247,17 @@ def rows_of(bench: Bench, *overrides: str) -> dict[str, Any]:
 
 def data_differs(*overrides: str, base: tuple[str, ...] = ()) -> Callable[[Bench], bool]:
     return lambda bench: rows_of(bench, *base) != rows_of(bench, *base, *overrides)
+
+
+def column_of_a_file(bench: Bench) -> bool:
+    """The column of the constant 2 doubles the loss of a whole set; without it, the loss that takes it is refused."""
+    loss = "--loss_fn={_target_: tests.contract.texts.ColumnLoss, column: two}"
+    plain, doubled, without = (
+        bench.run(*OTHER, "--training.train_iters=1", "--optimizer.lr=1e-30", *more)
+        for more in ((), (loss, "--dataset.columns=[two]"), (loss,))
+    )
+    assert doubled.code == 0, doubled.output
+    return doubled.rows[-1]["eval_loss"] == pytest.approx(2 * plain.rows[-1]["eval_loss"]) and without.code == 2
 
 
 def pinned(bench: Bench) -> bool:
@@ -298,6 +323,23 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "mixed_precision.param_dtype": losses_differ("--mixed_precision.param_dtype=bfloat16"),
     "mixed_precision.reduce_dtype": losses_differ(
         "--mixed_precision.reduce_dtype=bfloat16", base=("--mixed_precision.param_dtype=bfloat16",)
+    ),
+    "plan_overrides.match": lambda bench: (
+        replaced(bench) == ["model.norm"]
+        and sorted(replaced(bench, match=["model.norm", "*.input_layernorm"]))
+        == ["model.layers.0.input_layernorm", "model.norm"]
+    ),
+    "plan_overrides.when": lambda bench: replaced(bench, when="tp") == [],
+    "plan_overrides.module_type": refused_type(
+        "--plan_overrides[0].module_type=torch.nn.Linear", text="1 of the 1 modules that match are no Linear"
+    ),
+    "plan_overrides.exact_type": refused_type(
+        "--plan_overrides[0].exact_type=true", text="1 of the 1 modules that match are no Module exactly"
+    ),
+    "plan_overrides.replace_module": says(
+        "tests.contract.texts.refuse refuses model.norm",
+        "--plan_overrides=[{match: model.norm, replace_module: {_target_: tests.contract.texts.refuse}}]",
+        code=2,
     ),
     "evaluation.every": lambda bench: bench.run("--evaluation.every=1").evaluations() == [1, 2],
     "evaluation.at_end": at_end,
@@ -391,6 +433,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "hp.datasets.text.split": says("split", "--dataset.split=test", code=2),
     "hp.datasets.text.field": data_differs("--dataset.field=title", base=OTHER),
     "hp.datasets.text.template": data_differs('--dataset.template="{title} {text}"', base=OTHER),
+    "hp.datasets.text.columns": column_of_a_file,
     "hp.datasets.text.max_seq_len": data_differs("--dataset.max_seq_len=16"),
     "hp.datasets.text.validation_fraction": data_differs("--dataset.validation_fraction=0.6"),
     "hp.datasets.text.validation_files": data_differs(
@@ -421,13 +464,13 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
 }
 
 
-def own_keys(model: type[BaseModel], prefix: str = "") -> set[str]:
+def own_keys(model: type[Section], prefix: str = "") -> set[str]:
     """Every leaf key of the recipe's own sections."""
     found = set()
     for name, info in model.model_fields.items():
-        annotation = info.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation is not Target:
-            found |= own_keys(annotation, f"{prefix}{name}.")
+        section, _ = section_in(info.annotation)
+        if section is not None:
+            found |= own_keys(section, f"{prefix}{name}.")
         else:
             found.add(f"{prefix}{name}")
     return found

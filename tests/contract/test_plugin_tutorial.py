@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import math
 import re
 from collections.abc import Iterator
 from importlib import import_module
@@ -16,6 +17,8 @@ from ruamel.yaml import YAML
 from hp_core.components import GROUPS, Components
 from hp_core.data.rows import as_datasets
 from hp_core.plugins import load_plugins
+from hp_core.training.built import require_loss_call
+from hp_core.training.loss import columns_of
 from tests.fakes import REPOSITORY, install, on_path
 
 TEXT = (REPOSITORY / "docs" / "writing-a-plugin.md").read_text(encoding="utf-8")
@@ -48,6 +51,7 @@ def test_the_files_are_all_found() -> None:
         "memory.py",
         "my_project/data.py",
         "my_project/losses.py",
+        "my_project/weighted.py",
         "pyproject.toml",
         "setup.cfg",
     ]
@@ -56,6 +60,16 @@ def test_the_files_are_all_found() -> None:
 def test_the_loss_is_importable_and_scales(site: Path) -> None:
     loss = import_module("my_project.losses").ScaledLoss(scale=0.5)
     assert loss(model_output=SimpleNamespace(loss=torch.tensor(3.0)), labels=None).item() == 1.5
+
+
+def test_the_weighted_loss_takes_its_column_and_weighs(site: Path) -> None:
+    loss = import_module("my_project.weighted").WeightedLoss()
+    assert columns_of(loss) == ("weights",)
+    require_loss_call(loss, columns_of(loss))
+    # Equal logits over four classes: ln 4 for each of the two tokens with a target, which weigh 0.5 and 3.
+    labels, weights = torch.tensor([[1, -100, 2]]), torch.tensor([[0.5, 7.0, 3.0]])
+    value = loss(model_output=SimpleNamespace(logits=torch.zeros(1, 3, 4)), labels=labels, weights=weights)
+    assert value.item() == pytest.approx(3.5 * math.log(4))
 
 
 def test_the_data_set_is_one_that_the_trainer_takes(site: Path) -> None:
@@ -104,6 +118,10 @@ def test_the_recipes_are_yaml_that_names_the_tutorials_things() -> None:
         {"loss_fn": {"_target_": "my_project.losses.ScaledLoss", "scale": 0.5}},
         {"optimizer": {"name": "adagrad", "lr": 0.02}},
         {"dataset": {"_target_": "my_project.data.counting", "rows": 128}},
+        {
+            "loss_fn": {"_target_": "my_project.weighted.WeightedLoss"},
+            "dataset": {"name": "text", "files": "data/*.jsonl", "columns": ["weights"]},
+        },
         {"plugins": ["memory.py"]},
         {"plugins": ["freeze"]},
     ]

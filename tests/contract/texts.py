@@ -55,7 +55,10 @@ def write_texts(folder: Path) -> Path:
         (folder / "some" / f"{index:02d}.txt").write_text(
             f"text {index} is about {index * 37} things, and that is all\n"
         )
-    other = [{"title": f"title {index}", "text": f"another text, number {index} of many" * 3} for index in range(12)]
+    other = [
+        {"title": f"title {index}", "text": f"another text, number {index} of many" * 3, "two": 2}
+        for index in range(12)
+    ]
     (folder / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
     (folder / "look.py").write_text(LOOK)
     (folder / "tokenizer").mkdir()
@@ -84,6 +87,18 @@ def loud_rows() -> Any:
     """The ordinary collator, which says that it was built."""
     print("the collator was built")
     return rows()
+
+
+class ColumnLoss(nn.Module):
+    """The model's own loss, times the mean of a column."""
+
+    def __init__(self, column: str) -> None:
+        super().__init__()
+        self.columns = (column,)
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
+        (column,) = columns.values()
+        return model_output.loss * column[labels != -100].mean()
 
 
 class HangingLoss(nn.Module):
