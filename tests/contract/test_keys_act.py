@@ -336,10 +336,8 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "plan_overrides.exact_type": refused_type(
         "--plan_overrides[0].exact_type=true", text="1 of the 1 modules that match are no Module exactly"
     ),
-    "plan_overrides.replace_module": says(
-        "tests.contract.texts.refuse refuses model.norm",
-        "--plan_overrides=[{match: model.norm, replace_module: {_target_: tests.contract.texts.refuse}}]",
-        code=2,
+    "plan_overrides.replace_module": lambda bench: (
+        replaced(bench, match="*.mlp", replace_module="swiglu") == ["model.layers.0.mlp"]
     ),
     "evaluation.every": lambda bench: bench.run("--evaluation.every=1").evaluations() == [1, 2],
     "evaluation.at_end": at_end,
