@@ -86,7 +86,8 @@ class Sample(TypedDict):
     """One row: three int64 arrays of `max_seq_len` and the row's number (-1 for an empty row).
 
     `labels[t]` is the target of position `t`, already shifted, and -100 where there is none. `position_ids`
-    restart with every piece of a document. A dataset may add arrays of its own; the collator stacks them too.
+    restart with every piece of a document. A dataset may add arrays of its own; the collator stacks
+    them too, and a loss is given those that it declares as `columns`.
     """
 
     index: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,8 @@ def test_every_position_of_a_document_holds_its_value_and_padding_holds_zero(tmp
     assert [sample["w"].tolist() for sample in samples] == [[2, 2, 2, 0.5], [0.5] * 4, [-1, -1, 0, 0]]
     assert [sample["v"].tolist() for sample in samples] == [[10, 10, 10, 5], [5] * 4, [1, 1, 0, 0]]
     assert {sample[name].dtype for sample in samples for name in "wv"} == {np.dtype(np.float32)}
+    sent: Any = pickle.loads(pickle.dumps(rows))[1]
+    assert sent["w"].tolist() == [0.5] * 4
     empty: Any = rows[-1]
     assert empty["w"].tolist() == [0, 0, 0, 0]
     assert empty["w"].dtype == np.float32
