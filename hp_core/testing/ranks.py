@@ -28,6 +28,9 @@ PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "hp_core.training.session",
+    "hp_core.testing.losses",
+    "hp_core.testing.optimizers",
+    "hp_core.testing.replacements",
 )
 
 

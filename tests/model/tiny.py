@@ -1,53 +1,28 @@
-"""Tiny configurations of each family, and a setup for building them without a recipe."""
+"""Tiny configurations of each causal family, and builds of them without a recipe."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-from hp_core.config.models import FsdpConfig, LaunchConfig, MixedPrecisionConfig, TrainingConfig
 from hp_core.model.build import build_causal_lm
-from hp_core.parallel.environment import ProcessEnvironment
-from hp_core.parallel.setup import distributed
+from hp_core.testing.checks import whole
+from hp_core.testing.models import COMMON, DEEPSEEK_V3, GPT2, LLAMA, LLAMA_TIED, QWEN3, QWEN3_MOE
+from hp_core.testing.setups import tiny_setup
 
-COMMON = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-QWEN3 = {"model_type": "qwen3", "head_dim": 8, **COMMON}
-LLAMA = {"model_type": "llama", "head_dim": 8, **COMMON}
-LLAMA_TIED = {**LLAMA, "tie_word_embeddings": True}
-QWEN3_MOE = {
-    "model_type": "qwen3_moe",
-    "head_dim": 8,
-    **COMMON,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-}
-GPT2 = {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    **COMMON,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
+__all__ = [
+    "COMMON",
+    "DEEPSEEK_V3",
+    "FAMILIES",
+    "GPT2",
+    "LLAMA",
+    "LLAMA_TIED",
+    "QWEN3",
+    "QWEN3_MOE",
+    "a_setup",
+    "build",
+    "whole",
+]
+
 FAMILIES = {
     "qwen3": QWEN3,
     "llama": LLAMA,
@@ -57,22 +32,7 @@ FAMILIES = {
     "deepseek_v3": DEEPSEEK_V3,
 }
 
-
-def a_setup(
-    environment: ProcessEnvironment | None = None,
-    *,
-    fsdp: FsdpConfig | None = None,
-    precision: MixedPrecisionConfig | None = None,
-    seed: int = 7,
-) -> Any:
-    """`distributed(...)` for a recipe that says only this."""
-    config = SimpleNamespace(
-        training=TrainingConfig(train_iters=1, seed=seed, device="cpu"),
-        fsdp_config=fsdp or FsdpConfig(),
-        mixed_precision=precision or MixedPrecisionConfig(),
-        launch=LaunchConfig(timeout=60.0),
-    )
-    return distributed(environment or ProcessEnvironment(), config)
+a_setup = tiny_setup
 
 
 def build(setup: Any, config: dict[str, Any] | None = None, **arguments: Any) -> Any:
@@ -85,8 +45,3 @@ def build(setup: Any, config: dict[str, Any] | None = None, **arguments: Any) ->
         "trust_remote_code": False,
     }
     return build_causal_lm(setup=setup, config=config or {}, **{**defaults, **arguments})
-
-
-def whole(tensor: Any) -> Any:
-    """The full tensor of a DTensor, on this rank."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

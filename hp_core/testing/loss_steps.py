@@ -1,0 +1,122 @@
+"""One step of the engine on a tiny model, for a loss under test: what it weighs to, and the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hp_core.parallel.fsdp import set_gradient_sync
+from hp_core.parallel.setup import DistributedSetup
+from hp_core.testing.checks import require, whole
+from hp_core.testing.models import VOCABULARY, take_rows, tiny_batch, tiny_model
+from hp_core.training.accounting import MicroBatch, StepLoss, count_targets
+from hp_core.training.columns import column_arguments
+from hp_core.training.loss import IGNORE_INDEX, BindsModel, PreparesModelInputs, columns_of, reduction_of
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LossCase:
+    """A loss under test: the component with its recipe arguments, and the family of the tiny model."""
+
+    component: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    family: str = "llama"
+    tolerance: float = 1e-5
+
+    def build(self) -> nn.Module:
+        """The loss, in training mode."""
+        loss_fn = self.component(**self.arguments)
+        require(
+            isinstance(loss_fn, nn.Module),
+            f"the component built a {type(loss_fn).__name__}; it must build a torch.nn.Module",
+        )
+        module: nn.Module = loss_fn
+        module.train()
+        return module
+
+    def bound(self, model: nn.Module, setup: DistributedSetup) -> nn.Module:
+        """The loss, after it has seen the model."""
+        loss_fn = self.build()
+        if isinstance(loss_fn, BindsModel):
+            loss_fn.bind_model(model=model, distributed_setup=setup)
+        return loss_fn
+
+    def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The model, without dropout."""
+        return tiny_model(self.family, dtype=dtype).eval()
+
+    def batch(self, *, silent: Sequence[int] = (), seed: int = 0) -> dict[str, torch.Tensor]:
+        """Four rows with 12, 7, 2 and 8 targets (none in the rows of `silent`) and the loss's columns."""
+        batch = tiny_batch(self.family, seed=seed)
+        batch["labels"][list(silent)] = IGNORE_INDEX
+        generator = torch.Generator().manual_seed(seed + 1)
+        for name in columns_of(self.build()):
+            if name.endswith("_labels"):
+                ids = torch.randint(0, VOCABULARY, batch["labels"].shape, generator=generator)
+                batch[name] = torch.where(batch["labels"] == IGNORE_INDEX, IGNORE_INDEX, ids)
+            else:
+                batch[name] = torch.rand(batch["labels"].shape, generator=generator) + 0.5
+        return batch
+
+
+def micro_batches(batch: Batch, count: int, columns: Sequence[str]) -> list[MicroBatch]:
+    """The rows of a batch in so many equal parts, as a text trainer hands them on."""
+    size = len(batch["input_ids"]) // count
+    return [micro_batch(take_rows(batch, index * size, (index + 1) * size), columns) for index in range(count)]
+
+
+def micro_batch(batch: Batch, columns: Sequence[str]) -> MicroBatch:
+    """A batch as one micro-batch: the model gets the labels as well, shifted already."""
+    labels = batch["labels"]
+    model_inputs = {name: value for name, value in batch.items() if name not in columns}
+    loss_inputs = {"labels": labels, **{name: batch[name] for name in columns}}
+    return MicroBatch.of({**model_inputs, "labels": labels, "shift_labels": labels, "use_cache": False}, loss_inputs)
+
+
+def model_inputs_of(loss_fn: nn.Module, one: MicroBatch) -> dict[str, Any]:
+    """What the model is called with."""
+    if not isinstance(loss_fn, PreparesModelInputs):
+        return one.model_inputs
+    prepared = loss_fn.prepare_model_inputs(model_inputs=one.model_inputs, loss_inputs=one.loss_inputs)
+    require(
+        isinstance(prepared, dict),
+        f"prepare_model_inputs returned a {type(prepared).__name__}; return the dict that the model is called with",
+    )
+    return prepared
+
+
+def call(loss_fn: nn.Module, outputs: Any, loss_inputs: Mapping[str, Any]) -> Any:
+    """The loss of one micro-batch, called as the engine does it."""
+    columns = column_arguments(loss_inputs, columns_of(loss_fn))
+    return loss_fn(model_output=outputs, labels=loss_inputs["labels"], **columns)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's loss, and the whole gradients by parameter."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def engine_step(model: nn.Module, loss_fn: nn.Module, parts: Sequence[MicroBatch], setup: DistributedSetup) -> Step:
+    """Forward and backward over this rank's micro-batches, weighed as the engine does it; gradients start at none."""
+    model.zero_grad(set_to_none=True)
+    step_loss = StepLoss(reduction_of(loss_fn), count_targets(parts, setup))
+    for index, one in enumerate(parts):
+        set_gradient_sync(model, index == len(parts) - 1)
+        outputs = model(**model_inputs_of(loss_fn, one))
+        step_loss.weigh(call(loss_fn, outputs, one.loss_inputs), outputs, one.targets).backward()
+    gradients = {
+        name: whole(parameter.grad).detach().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    losses = setup.gather_on_host([sum(float(value) for value in step_loss.per_micro_batch)])
+    return Step(sum(row[0] for row in losses), gradients)
