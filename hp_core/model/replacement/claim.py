@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from hp_core.config.importing import import_callable
+from hp_core.config.importing import import_module_type
 from hp_core.config.models import PlanOverride
 from hp_core.errors import InputError, Problem
 from hp_core.spelling import did_you_mean
@@ -106,8 +106,7 @@ def _wrong_types(rule: Rule, hits: Mapping[str, nn.Module]) -> Iterator[Problem]
             message = f"matches modules of {len(kinds)} types: {found}"
             yield Problem(message, f"{rule.path}.match", hint="narrow the pattern, or write module_type")
         return
-    module_type = import_callable(wanted)
-    assert isinstance(module_type, type)
+    module_type = import_module_type(wanted)
     exact = rule.override.exact_type
     wrong = [
         f"{fqn} is a {type(module).__name__}"

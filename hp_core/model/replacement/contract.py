@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,10 +135,8 @@ class ResetsBuffers(Protocol):
 
 def transforms_of(module: torch.nn.Module) -> tuple[WeightTransform, ...]:
     """Return the weight transforms that a module declares, none for any other module."""
-    return tuple(module.weight_transforms()) if _changes_layout(type(module)) else ()  # type: ignore[operator]
-
-
-@functools.cache
-def _changes_layout(kind: type) -> bool:
-    # Asking a runtime protocol takes longer than building a norm.
-    return issubclass(kind, ChangesLayout)
+    # Asking a runtime protocol takes longer than building a norm, so a module without the method isn't asked.
+    named = any("weight_transforms" in vars(kind) for kind in type(module).__mro__)
+    if named and isinstance(module, ChangesLayout):
+        return tuple(module.weight_transforms())
+    return ()

@@ -149,7 +149,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _saves_its_own_way(kind: type[nn.Module]) -> bool:
+def _saves_its_own_way(kind: Any) -> bool:
     return (
         kind.state_dict is not nn.Module.state_dict
         or kind._save_to_state_dict is not nn.Module._save_to_state_dict
