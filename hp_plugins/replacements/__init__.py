@@ -1,0 +1,1 @@
+"""Replacements for modules of transformers, whatever the family: norms, attention, experts and feed-forwards."""

@@ -1,0 +1,195 @@
+"""The attention that most decoders of transformers share, and the check that a module is of that kind.
+
+With `S` positions of `H` heads and `K` key heads of size `D`: q, k and v are projected to (batch, S, H or K, D), q and
+k normalised per head where the module has norms for that, rotated by the family's own `apply_rotary_pos_emb`, joined
+with the cache, attended causally, and projected back by `o_proj`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hp_core import ArgumentError
+from hp_plugins.replacements.probe import Facts, Shape, differs, failure, on_cpu, random
+from hp_plugins.replacements.takeover import Behaviour, arguments, copied, take_over
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+NORMS = ("q_norm", "k_norm")
+_PLACE = frozenset({"layer_idx"})
+_STARTS = ("hidden_states", "position_embeddings", "attention_mask")
+_ENDS = (("cache", "**kwargs"), ("past_key_values", "**kwargs"))
+_HINT = "narrow match to attention modules with q_proj, k_proj, v_proj and o_proj"
+
+Tensor = torch.Tensor
+
+
+class StandardAttention(Behaviour):
+    """Attention in three parts, of which a replacement changes one: `project`, `rotate` and `attend`."""
+
+    rotate: Callable[..., tuple[Tensor, Tensor]]
+    eager: Callable[..., tuple[Tensor, Tensor | None]]
+    config: Any
+    layer_idx: int
+    is_causal: bool
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: nn.Module
+    k_norm: nn.Module
+    head_dim: int
+    num_key_value_groups: int
+    scaling: float
+    attention_dropout: float
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Project (batch, S, size) to q, k and v, each (batch, S, heads * D)."""
+        return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend by the function that the model's configuration names: (batch, heads, S, D) to (batch, S, heads, D)."""
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
+        dropout = self.attention_dropout if self.training else 0.0
+        window = {"sliding_window": self.sliding_window} if "sliding_window" in vars(self) else {}
+        result: tuple[Tensor, Tensor | None] = attention(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **window, **kwargs
+        )
+        return result
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        *cache: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend over (batch, S, size).
+
+        Args:
+            hidden_states: the layer's normalised input.
+            position_embeddings: cosines and sines of the rotary embedding, each (batch or 1, S, D).
+            attention_mask: None for plain causal attention, else (batch, 1, S, keys): True where a key is seen, or
+                numbers to add.
+            cache: keys and values of earlier positions, also by its name, `cache` or `past_key_values`.
+            kwargs: passed on to the attention function.
+        """
+        assert position_embeddings is not None
+        named = [kwargs.pop(name, None) for name in ("cache", "past_key_values")]
+        past = next((one for one in (*cache, *named) if one is not None), None)
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (flat.view(shape) for flat in self.project(hidden_states))
+        if self._modules.get("q_norm") is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+        query, key = self.rotate(query, key, *position_embeddings)
+        if past is not None:
+            key, value = past.update(key, value, self.layer_idx)
+        output, weights = self.attend(query, key, value, attention_mask, **kwargs)
+        projected: Tensor = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+        return projected, weights
+
+
+Attention = TypeVar("Attention", bound=StandardAttention)
+
+
+def standard_attention(module: nn.Module, behaviour: type[Attention]) -> Attention:
+    """Return a module like `module` with the attention of `behaviour`.
+
+    Raises:
+        ArgumentError: the module computes something else than `StandardAttention`; the message says what differs.
+    """
+    reason = _reason(module)
+    if reason is not None:
+        raise ArgumentError("", f"{type(module).__name__} {reason}", _HINT)
+    attention = take_over(module, behaviour)
+    _bind(attention, type(module))
+    return attention
+
+
+def with_norms(module: nn.Module, replace_norm: Callable[[str, nn.Module], nn.Module]) -> nn.Module:
+    """Return an attention module like `module` whose norms per head are those that `replace_norm(name, norm)` gives."""
+    changed = copied(module)
+    for name in NORMS:
+        norm = module._modules.get(name)
+        if norm is not None:
+            changed.add_module(name, replace_norm(name, norm))
+    return changed
+
+
+def _bind(attention: StandardAttention, original: type[nn.Module]) -> None:
+    family = _family(original)
+    # Past nn.Module, which would make a child of a kernel that happens to be a module.
+    vars(attention).update(rotate=family["apply_rotary_pos_emb"], eager=family.get("eager_attention_forward"))
+
+
+def _family(original: type[nn.Module]) -> dict[str, Any]:
+    """The names of the family's own modelling code."""
+    names: dict[str, Any] = inspect.unwrap(original.forward).__globals__
+    return names
+
+
+def _reason(module: nn.Module) -> str | None:
+    """Why a module is not of this kind, None if it is."""
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    wanted = {*PROJECTIONS, *NORMS} if NORMS[0] in children else set(PROJECTIONS)
+    taken = arguments(module)
+    if children.keys() != wanted:
+        lacks, more = sorted(wanted - children.keys()), sorted(children.keys() - wanted)
+        return (
+            "is no standard attention:"
+            + (f" lacks {', '.join(lacks)};" if lacks else "")
+            + (f" has {', '.join(more)}" if more else "")
+        )
+    if module._parameters or module._buffers:
+        return f"holds {', '.join([*module._parameters, *module._buffers])} beside its projections"
+    if any(type(children[name]) is not nn.Linear for name in PROJECTIONS):
+        return "has projections that are no torch.nn.Linear"
+    if taken[:3] != _STARTS or taken[3:] not in _ENDS:
+        return f"has another forward: ({', '.join(taken)})"
+    if "apply_rotary_pos_emb" not in _family(type(module)):
+        return "does not rotate by an apply_rotary_pos_emb of its family"
+    facts = Facts.of(module, without=_PLACE)
+    settings = ("head_dim", "num_key_value_groups", "scaling", "attention_dropout")
+    missing = [name for name in settings if not isinstance(facts.attribute(name), int | float)]
+    if missing:
+        return f"has no {', '.join(missing)}"
+    return _difference(facts)
+
+
+@lru_cache(maxsize=256)
+def _difference(facts: Facts) -> str | None:
+    with on_cpu():
+        size, length = 8, 4
+        projections = dict(facts.children)
+        shapes: dict[str, Shape] = {
+            f"{name}.weight": (projections[name].shape("weight")[0], size) for name in PROJECTIONS[:3]
+        }
+        shapes["o_proj.weight"] = (size, projections["o_proj"].shape("weight")[1])
+        shapes["o_proj.bias"] = (size,)
+        original = facts.build(shapes)
+        original.config, original.layer_idx = SimpleNamespace(_attn_implementation="sdpa"), 0
+        ours = take_over(original, StandardAttention)
+        _bind(ours, facts.kind)
+        angles = random(1, length, int(facts.attribute("head_dim")), seed=1)
+        inputs = {"hidden_states": random(1, length, size, seed=2), "position_embeddings": (angles.cos(), angles.sin())}
+        previous = torch.eye(length).bool() | torch.eye(length).bool().roll(1, 0)
+        for mask in (None, previous[None, None]):
+            try:
+                theirs, *_ = original(**inputs, attention_mask=mask)
+                found, *_ = ours(**inputs, attention_mask=mask)
+            except Exception as error:
+                return failure(error)
+            if differs(found, theirs):
+                return "computes something else than softmax(q k / sqrt(D)) v between its projections"
+    return None
