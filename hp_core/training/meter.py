@@ -64,6 +64,7 @@ class Meter:
         }
         if skipped:
             metrics["skipped"] = skipped
-        elif names != ["loss"]:
-            metrics.update(losses)
+        else:
+            # An entry called `loss` beside others is not the loss that was optimised, which is their sum.
+            metrics.update({name: value for name, value in losses.items() if name != "loss"})
         return metrics

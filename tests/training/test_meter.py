@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hp_core.training.accounting import StepLoss
+from hp_core.training.meter import Meter
+from hp_core.training.state import RunState
+
+
+def row(parts: dict[str, float], skipped: str | None = None) -> dict[str, object]:
+    step_loss = StepLoss("mean", {"labels": 4}, {name: torch.tensor(value) for name, value in parts.items()})
+    # The second of two ranks has half of the losses.
+    setup = SimpleNamespace(gather_on_host=lambda values: [values, [value / 2 for value in values]])
+    meter = Meter()
+    meter.add(tokens=4, seconds=2.0, data_seconds=0.5)
+    return meter.row(RunState(step=1), step_loss, norm=1.0, lr=0.1, skipped=skipped, tokens=4, setup=setup)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"loss": 2.0}, {"loss": 3.0}),
+        ({"a_loss": 2.0, "b_loss": 4.0}, {"loss": 9.0, "a_loss": 3.0, "b_loss": 6.0}),
+        ({"loss": 2.0, "z_loss": 4.0}, {"loss": 9.0, "z_loss": 6.0}),
+    ],
+)
+def test_the_loss_is_the_sum_of_the_entries_whatever_they_are_called(parts, expected):
+    found = row(parts)
+    assert {name: value for name, value in found.items() if name.endswith("loss")} == expected
+
+
+def test_a_skipped_step_has_no_loss():
+    found = row({"a_loss": 2.0}, skipped="no tokens")
+    assert found["loss"] is None
+    assert found["skipped"] == "no tokens"
+    assert "a_loss" not in found
