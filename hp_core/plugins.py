@@ -81,9 +81,9 @@ class InstalledPlugins:
             return choose(self._entries, name, "plugin")
         except InputError as error:
             advice = "a plugin comes with a package: pip install it, or give the path of a .py file"
-            named = any(entry.name == name for entry in self._entries)
+            is_known = ":" in name or any(entry.name == name for entry in self._entries)
             raise InputError(
-                one if named else replace(one, hint=f"{one.hint}; {advice}") for one in error.problems
+                one if is_known else replace(one, hint=f"{one.hint}; {advice}") for one in error.problems
             ) from None
 
     def statuses(self) -> tuple[Row, ...]:
