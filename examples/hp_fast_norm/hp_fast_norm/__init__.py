@@ -1,0 +1,1 @@
+"""RMSNorm in one fused call, for HyperParallel."""

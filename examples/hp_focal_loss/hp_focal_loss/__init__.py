@@ -1,0 +1,1 @@
+"""Focal loss for HyperParallel."""

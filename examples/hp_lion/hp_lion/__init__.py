@@ -1,0 +1,1 @@
+"""The Lion optimizer for HyperParallel."""

@@ -1,0 +1,1 @@
+"""A z-loss on top of any loss, for HyperParallel."""

@@ -1,0 +1,1 @@
+"""The examples, installed and run as their READMEs say."""
