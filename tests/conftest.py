@@ -39,6 +39,6 @@ def _forget_modules_of_temporary_folders() -> Iterator[None]:
         if type(module) is not ModuleType:
             continue
         # A namespace package has no file, only folders.
-        places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+        places = [getattr(module, "__file__", None) or "", *(getattr(module, "__path__", None) or ())]
         if any("pytest-of-" in place for place in places):
             del sys.modules[name]

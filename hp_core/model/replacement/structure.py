@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -148,8 +147,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@functools.cache
-def _saves_its_own_way(kind: Any) -> bool:
+def _saves_its_own_way(kind: type[nn.Module]) -> bool:
     return (
         kind.state_dict is not nn.Module.state_dict
         or kind._save_to_state_dict is not nn.Module._save_to_state_dict
