@@ -77,7 +77,7 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Path]:
             done[recipe] = tmp_path / re.search(r"^run directory: (.*)$", printed, re.MULTILINE)[1]
         else:
             environment.succeed(command, tmp_path)
-    assert kinds == ["pip", *["hp-train"] * len(list(example.glob("*.yaml"))), "python"]
+    assert kinds == ["pip", *["hp-train"] * len(list(example.glob("*.yaml"))), "pip", "python"]
     return done
 
 
