@@ -16,6 +16,7 @@ from tests.conftest import ROOT
 API = {
     "ArgumentError": "class",
     "BaseTrainer": "class",
+    "Convert": "class",
     "Datasets": "class",
     "DistributedSetup": "class",
     "HpError": "class",
@@ -25,6 +26,8 @@ API = {
     "Origin": "class",
     "Problem": "class",
     "Recipe": "class",
+    "Rename": "class",
+    "ReplacementContext": "class",
     "RowDataset": "class",
     "Run": "class",
     "RunError": "class",
@@ -35,6 +38,8 @@ API = {
     "hookimpl": "HookimplMarker",
     "load_recipe": "(path: 'str | pathlib.Path', overrides: 'Sequence[str]' = (), *, "
     "components: 'Components | None' = None, env: 'Mapping[str, str] | None' = None) -> 'Recipe'",
+    "module_replacement": "(factory: 'Factory') -> 'Factory'",
+    "replace_modules": "(model: 'nn.Module', distributed_setup: 'DistributedSetup') -> 'tuple[Replaced, ...]'",
     "shard_model": "(model: 'nn.Module', setup: 'DistributedSetup') -> 'None'",
 }
 
