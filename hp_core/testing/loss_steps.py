@@ -11,7 +11,7 @@ from torch import nn
 
 from hp_core.parallel.fsdp import set_gradient_sync
 from hp_core.parallel.setup import DistributedSetup
-from hp_core.testing.checks import require, whole
+from hp_core.testing.checks import BrokenPromiseError, require, whole
 from hp_core.testing.models import VOCABULARY, take_rows, tiny_batch, tiny_model
 from hp_core.training.accounting import MicroBatch, StepLoss, count_targets
 from hp_core.training.columns import column_arguments
@@ -31,14 +31,12 @@ class LossCase:
 
     def build(self) -> nn.Module:
         """The loss, in training mode."""
-        loss_fn = self.component(**self.arguments)
-        require(
-            isinstance(loss_fn, nn.Module),
-            f"the component built a {type(loss_fn).__name__}; it must build a torch.nn.Module",
-        )
-        module: nn.Module = loss_fn
-        module.train()
-        return module
+        loss_fn: object = self.component(**self.arguments)
+        if not isinstance(loss_fn, nn.Module):
+            text = f"the component built a {type(loss_fn).__name__}; it must build a torch.nn.Module"
+            raise BrokenPromiseError(text)
+        loss_fn.train()
+        return loss_fn
 
     def bound(self, model: nn.Module, setup: DistributedSetup) -> nn.Module:
         """The loss, after it has seen the model."""

@@ -31,7 +31,7 @@ def untouched(what: str, container: Any) -> Iterator[None]:
     before = dict(_walk(container, ""))
     yield
     after = dict(_leaves(container, ""))
-    for name in before.keys() ^ after.keys():
+    for name in sorted(before.keys() ^ after.keys()):
         raise BrokenPromiseError(f"{what}: it {'adds' if name in after else 'removes'} {name!r}; work on a copy")
     for name, seen in before.items():
         require(after[name] is seen.value, f"{what}: it puts another object under {name!r}; work on a copy")

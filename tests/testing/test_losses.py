@@ -12,21 +12,9 @@ from hp_core.testing.checks import BrokenPromiseError, Check
 from hp_core.testing.loss_steps import LossCase
 from hp_core.testing.losses import LossChecks
 from tests.testing import broken_losses as broken
+from tests.testing.caught import failures
 
 ON_RANKS = {"two_ranks", "silent_rank"}
-
-
-def failures(component: Any, *, on_ranks: bool, family: str = "llama") -> dict[str, str]:
-    """What the checks say, by the name of the check."""
-    found = {}
-    for check in LossChecks(LossCase(component, {}, family)).checks():
-        if check.name in ON_RANKS and not on_ranks:
-            continue
-        try:
-            check()
-        except BrokenPromiseError as error:
-            found[check.name] = str(error)
-    return found
 
 
 @loss_checks(broken.SumLoss)
@@ -82,7 +70,7 @@ CAUGHT = [
 
 @pytest.mark.parametrize(("component", "names", "text"), CAUGHT, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_broken_promise_is_caught_by_its_own_check(component: Any, names: list[str], text: str) -> None:
-    found = failures(component, on_ranks=False)
+    found = failures(LossChecks(LossCase(component)).checks(), ON_RANKS)
     assert sorted(found) == sorted(names), found
     assert f"{component.__name__} breaks {names[0]!r}" in found[names[0]]
     assert text in found[names[0]]
@@ -124,8 +112,11 @@ def test_harm_to_the_model_and_its_inputs_is_caught(component: Any, text: str) -
 
 def test_what_a_loss_remembers_belongs_into_buffers() -> None:
     """Both weigh micro-batches unlike, which is a fault of its own; only one of them can be resumed."""
-    assert set(failures(broken.Remembering, on_ranks=False)) == {"token_weighting", "ignored_tokens"}
-    found = failures(broken.RemembersInAttribute, on_ranks=False)
+    assert set(failures(LossChecks(LossCase(broken.Remembering)).checks(), ON_RANKS)) == {
+        "token_weighting",
+        "ignored_tokens",
+    }
+    found = failures(LossChecks(LossCase(broken.RemembersInAttribute)).checks(), ON_RANKS)
     assert set(found) == {"token_weighting", "ignored_tokens", "state"}
     assert "keep what it remembers in buffers" in found["state"]
 
@@ -141,7 +132,7 @@ def test_what_a_loss_remembers_belongs_into_buffers() -> None:
     ],
 )
 def test_what_breaks_on_two_ranks_is_caught(component: Any, names: list[str], text: str) -> None:
-    found = failures(component, on_ranks=True)
+    found = failures(LossChecks(LossCase(component)).checks())
     assert sorted(found) == sorted(names), found
     assert not names or text in found[names[0]]
 
