@@ -62,10 +62,7 @@ class ModuleReplacer:
         active = [rule for rule in rules if is_active(rule.override, sizes)]
         claims = claim(model, active)
         replaced = self._build(model, claims, sizes, setup) if claims else ()
-        for one in replaced:
-            one.replacement.train(one.original.training)
-            for fqn in one.fqns:
-                model.set_submodule(fqn, one.replacement, strict=True)
+        _install(model, replaced)
         self.summaries += _summaries(rules, replaced)
         self.applied = True
         return replaced
@@ -219,7 +216,7 @@ class _Validation:
         lost = self._lost_call(one.original, one.replacement)
         for problem in problems if lost is None else [*problems, lost]:
             self.findings.add(one, problem)
-        return replace(one, transforms=transforms)
+        return replace(one, transforms=transforms) if transforms else one
 
     def _lost_call(self, source: nn.Module, replacement: nn.Module) -> str | None:
         if type(replacement).forward is nn.Module.forward and "forward" not in vars(replacement):
@@ -230,6 +227,16 @@ class _Validation:
         if key not in self.calls:
             self.calls[key] = lost_call(source.forward, replacement.forward)
         return self.calls[key]
+
+
+def _install(model: nn.Module, replaced: Sequence[Replaced]) -> None:
+    owners = dict(model.named_modules(remove_duplicate=False))
+    for one in replaced:
+        if one.replacement.training != one.original.training:
+            one.replacement.train(one.original.training)
+        for fqn in one.fqns:
+            owner, _, leaf = fqn.rpartition(".")
+            owners[owner]._modules[leaf] = one.replacement
 
 
 def _shared_parameters(model: nn.Module) -> frozenset[int]:

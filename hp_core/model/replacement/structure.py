@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,17 +29,18 @@ _HOOKS = (
 )
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """A parameter or buffer, and what it was like when it was looked at."""
 
-    identity: int
+    tensor: torch.Tensor
     kind: str
     dtype: torch.dtype
     requires_grad: bool
     shape: torch.Size
-    # Two equal tensors are not the same parameter, and comparing meta tensors is an error.
-    tensor: torch.Tensor = field(compare=False, repr=False)
+
+    def is_as_before(self, now: Held | None) -> bool:
+        """Whether it is the same tensor, unchanged. Two equal tensors are not the same parameter."""
+        return now is not None and now.tensor is self.tensor and now[1:] == self[1:]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,6 @@ class Structure:
         own_way = False
         for dot, part in _parts(module, ""):
             own_way = own_way or _saves_its_own_way(type(part))
-            attributes = vars(part)
             for name, parameter in part._parameters.items():
                 if parameter is not None:
                     tensors[dot + name] = _held(parameter, "parameter")
@@ -69,10 +69,18 @@ class Structure:
                 if buffer is not None:
                     temporary = name in part._non_persistent_buffers_set
                     tensors[dot + name] = _held(buffer, "non-persistent buffer" if temporary else "buffer")
+            attributes = vars(part)
             for kind in _HOOKS:
-                if attributes.get(kind):
+                if attributes[kind]:
                     hooks[dot.removesuffix("."), kind] = tuple(attributes[kind].values())
         return cls(tensors, hooks, own_way)
+
+    def is_still_that_of(self, module: nn.Module) -> bool:
+        """Whether the module holds the same tensors as when it was looked at."""
+        now = Structure.of(module).tensors
+        return now.keys() == self.tensors.keys() and all(
+            one.is_as_before(now[name]) for name, one in self.tensors.items()
+        )
 
 
 def _parts(module: nn.Module, dot: str) -> Iterator[tuple[str, nn.Module]]:
@@ -83,7 +91,7 @@ def _parts(module: nn.Module, dot: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _held(tensor: torch.Tensor, kind: str) -> Held:
-    return Held(id(tensor), kind, tensor.dtype, tensor.requires_grad, tensor.shape, tensor)
+    return Held(tensor, kind, tensor.dtype, tensor.requires_grad, tensor.shape)
 
 
 def lost_structure(
@@ -103,7 +111,7 @@ def lost_structure(
         transformed: the names that weight transforms account for, in the source and in the replacement.
     """
     gone, new = transformed
-    if Structure.of(source) != before:
+    if not before.is_still_that_of(source):
         yield "changed the module it was given; build another one and leave that as it is"
         return
     for name, old in before.tensors.items():

@@ -74,7 +74,7 @@ def wrong_transforms(
     old = {name: before.tensors[name] for name in originals}
     new = {name: after.tensors[name] for name in replaced}
     for name, held in old.items():
-        if held.identity in shared:
+        if id(held.tensor) in shared:
             yield f"transforms the tied parameter {name!r}, which another module holds too"
     for one in transforms:
         grads = {old[name].requires_grad for name in one.originals}
