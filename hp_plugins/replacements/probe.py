@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, FunctionType, BuiltinFunctionType, partial)
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, FunctionType, BuiltinFunctionType, partial})
 _EVERY_MODULE_HAS = frozenset(vars(nn.Module()))
 
 Shape = tuple[int, ...]
@@ -42,7 +42,7 @@ class Facts:
         attributes = [
             (name, type(value), value)
             for name, value in vars(module).items()
-            if name not in ignored and isinstance(value, _PLAIN)
+            if type(value) in _PLAIN and name not in ignored
         ]
         children = []
         for name, child in module._modules.items():

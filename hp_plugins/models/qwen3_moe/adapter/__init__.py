@@ -1,0 +1,1 @@
+"""What this family needs of its own, made of the replacements that fit any family."""
