@@ -103,13 +103,20 @@ class StandardAttention(Behaviour):
 Attention = TypeVar("Attention", bound=StandardAttention)
 
 
-def standard_attention(module: nn.Module, behaviour: type[Attention]) -> Attention:
+def standard_attention(
+    module: nn.Module, behaviour: type[Attention], tried: type[StandardAttention] = StandardAttention
+) -> Attention:
     """Return a module like `module` with the attention of `behaviour`.
 
+    Args:
+        module: what a recipe's pattern hit.
+        behaviour: the code of the replacement.
+        tried: the code to compare the original's with: `behaviour`, unless it needs other parameters.
+
     Raises:
-        ArgumentError: the module computes something else than `StandardAttention`; the message says what differs.
+        ArgumentError: the module computes something else than `tried`; the message says what differs.
     """
-    reason = _reason(module)
+    reason = _reason(module, tried)
     if reason is not None:
         raise ArgumentError("", f"{type(module).__name__} {reason}", _HINT)
     attention = take_over(module, behaviour)
@@ -139,7 +146,7 @@ def _family(original: type[nn.Module]) -> dict[str, Any]:
     return names
 
 
-def _reason(module: nn.Module) -> str | None:
+def _reason(module: nn.Module, tried: type[StandardAttention]) -> str | None:
     """Why a module is not of this kind, None if it is."""
     children = {name: child for name, child in module._modules.items() if child is not None}
     wanted = {*PROJECTIONS, *NORMS} if NORMS[0] in children else set(PROJECTIONS)
@@ -160,15 +167,20 @@ def _reason(module: nn.Module) -> str | None:
     if "apply_rotary_pos_emb" not in _family(type(module)):
         return "does not rotate by an apply_rotary_pos_emb of its family"
     facts = Facts.of(module, without=_PLACE)
+    if "config" not in vars(module):
+        return "has no config to tell the attention function by"
     settings = ("head_dim", "num_key_value_groups", "scaling", "attention_dropout")
     missing = [name for name in settings if not isinstance(facts.attribute(name), int | float)]
     if missing:
         return f"has no {', '.join(missing)}"
-    return _difference(facts)
+    eager = vars(module)["config"]._attn_implementation == "eager"
+    behaviour: Any = tried
+    return _difference(facts, behaviour, eager)
 
 
 @lru_cache(maxsize=256)
-def _difference(facts: Facts) -> str | None:
+def _difference(facts: Facts, behaviour: Any, eager: bool) -> str | None:
+    """Why `behaviour` differs from the original's code with this attn_implementation; None if it doesn't."""
     with on_cpu():
         size, length = 8, 4
         projections = dict(facts.children)
@@ -178,18 +190,21 @@ def _difference(facts: Facts) -> str | None:
         shapes["o_proj.weight"] = (size, projections["o_proj"].shape("weight")[1])
         shapes["o_proj.bias"] = (size,)
         original = facts.build(shapes)
-        original.config, original.layer_idx = SimpleNamespace(_attn_implementation="sdpa"), 0
-        ours = take_over(original, StandardAttention)
+        original.config = SimpleNamespace(_attn_implementation="eager" if eager else "sdpa")
+        original.layer_idx = 0
+        ours = take_over(original, behaviour)
         _bind(ours, facts.kind)
         angles = random(1, length, int(facts.attribute("head_dim")), seed=1)
         inputs = {"hidden_states": random(1, length, size, seed=2), "position_embeddings": (angles.cos(), angles.sin())}
         previous = torch.eye(length).bool() | torch.eye(length).bool().roll(1, 0)
-        for mask in (None, previous[None, None]):
+        # Plain eager code is causal only by its mask, of numbers to add.
+        masks = [torch.zeros(length, length).masked_fill(~previous, -1e9)] if eager else [None, previous]
+        for mask in (one if one is None else one[None, None] for one in masks):
             try:
                 theirs, *_ = original(**inputs, attention_mask=mask)
                 found, *_ = ours(**inputs, attention_mask=mask)
             except Exception as error:
                 return failure(error)
             if differs(found, theirs):
-                return "computes something else than softmax(q k / sqrt(D)) v between its projections"
+                return "computes something else than softmax(q k * scaling) v between its projections"
     return None

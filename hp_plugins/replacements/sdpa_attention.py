@@ -67,14 +67,11 @@ def sdpa_attention(module: nn.Module, module_fqn: str, context: ReplacementConte
             attn_implementation is none whose masks this code understands.
     """
     del module_fqn, context
-    attention = standard_attention(module, SdpaAttention)
+    attention = standard_attention(module, SdpaAttention, tried=SdpaAttention)
     implementation = attention.config._attn_implementation
     if implementation not in MASKED_ALIKE:
-        raise ArgumentError(
-            "",
-            f"the model makes its masks for attn_implementation {implementation!r}",
-            "write attn_implementation: sdpa",
-        )
+        message = f"the model makes its masks for attn_implementation {implementation!r}"
+        raise ArgumentError("", message, "write attn_implementation: sdpa")
     return attention
 
 
