@@ -15,12 +15,26 @@ from hp_core.testing import replacement_checks
 from hp_fast_norm.norm import FastRMSNorm, fast_norm
 
 
-@replacement_checks(fast_norm, family="llama", match="*norm", module_type=LlamaRMSNorm, tolerance=1e-6)
+@replacement_checks(
+    fast_norm,
+    family="llama",
+    match="*norm",
+    module_type=LlamaRMSNorm,
+    tolerance=1e-6,
+    refuses=[GemmaRMSNorm(4), nn.LayerNorm(4), nn.Linear(4, 4)],
+)
 def test_the_promises_of_a_replacement(check):
     check()
 
 
-@replacement_checks(fast_norm, family="qwen3", match="*norm", module_type=Qwen3RMSNorm, tolerance=1e-6)
+@replacement_checks(
+    fast_norm,
+    family="qwen3",
+    match="*norm",
+    module_type=Qwen3RMSNorm,
+    tolerance=1e-6,
+    refuses=[GemmaRMSNorm(4)],
+)
 def test_the_promises_in_a_family_with_norms_inside_attention(check):
     check()
 
