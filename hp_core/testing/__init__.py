@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hp_core.testing.losses import loss_checks
     from hp_core.testing.optimizers import optimizer_checks
+    from hp_core.testing.replacements import replacement_checks
 
 # Imported when first used: the pytest plugin of this package is loaded in every test run, also one without torch.
 _LAZY = {
     "loss_checks": "hp_core.testing.losses",
     "optimizer_checks": "hp_core.testing.optimizers",
+    "replacement_checks": "hp_core.testing.replacements",
 }
 
-__all__ = ["loss_checks", "optimizer_checks"]
+__all__ = ["loss_checks", "optimizer_checks", "replacement_checks"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,12 +6,14 @@ import functools
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
 import torch
+from transformers.utils import logging as hf_logging
 
 from hp_core.errors import HpError
 from hp_core.parallel.environment import ProcessEnvironment
@@ -44,11 +46,24 @@ class Check:
         __tracebackhide__ = True
         heading = f"{self.subject} breaks {self.name!r} ({self.promise})"
         try:
-            self.function()
+            with without_progress_bars():
+                self.function()
         except BrokenPromiseError as broken:
             raise BrokenPromiseError(f"{heading}: {broken}") from None
         except Exception as error:
             raise BrokenPromiseError(f"{heading}: it raises {described(error)}") from error
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers' bars for reading and writing files out of what a failed test prints."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def name_of(component: Any) -> str:
@@ -119,6 +134,10 @@ class RankResults:
     def __init__(self, outcomes: Sequence[Mapping[str, _Outcome]]) -> None:
         self._outcomes = outcomes
 
+    def has(self, section: str) -> bool:
+        """Whether the section ended well on every rank."""
+        return all(section in outcomes and outcomes[section].error is None for outcomes in self._outcomes)
+
     def of(self, section: str) -> list[Any]:
         """What the section returned, by rank.
 
@@ -131,7 +150,7 @@ class RankResults:
             for name, outcome in outcomes.items()
             if outcome.error is not None
         ]
-        if all(section in outcomes and outcomes[section].error is None for outcomes in self._outcomes):
+        if self.has(section):
             return [outcomes[section].value for outcomes in self._outcomes]
         # What the other ranks tell is only that a connection broke.
         _, rank, name, error = min(failures)
@@ -146,7 +165,7 @@ def on_ranks(sections: Sequence[Section], case: Any, world_size: int = 2) -> Ran
 
 def _run_sections(environment: ProcessEnvironment, sections: Sequence[Section], case: Any) -> dict[str, _Outcome]:
     outcomes: dict[str, _Outcome] = {}
-    with tiny_setup(environment, timeout=30.0) as setup, warnings.catch_warnings():
+    with tiny_setup(environment, timeout=30.0) as setup, warnings.catch_warnings(), without_progress_bars():
         warnings.simplefilter("ignore")  # another process shows them; here they would only be errors by accident
         for section in sections:
             try:
@@ -164,6 +183,13 @@ def _run_sections(environment: ProcessEnvironment, sections: Sequence[Section], 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of a DTensor, gathered by all ranks; any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two tensors or plain values are the same, dtypes and shapes included."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    return bool(one == other)
 
 
 def largest(tensors: Mapping[str, torch.Tensor]) -> float:
@@ -203,9 +229,14 @@ def require_equal(found: Mapping[str, Any], wanted: Mapping[str, Any], what: str
     odd = sorted(found.keys() ^ wanted.keys())
     require(not odd, f"{what}: {odd[0] if odd else ''} is only on one side; {hint}")
     for name, value in wanted.items():
-        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
-        if not same:
-            how = f"{found[name]!r} instead of {value!r}"
-            if isinstance(value, torch.Tensor) and found[name].shape == value.shape:
-                how = f"off by up to {float((found[name].double() - value.double()).abs().max()):.3g}"
-            raise BrokenPromiseError(f"{what}: {name} is {how}; {hint}")
+        if not equal(found[name], value):
+            raise BrokenPromiseError(f"{what}: {name} is {_unlike(found[name], value)}; {hint}")
+
+
+def _unlike(found: Any, wanted: Any) -> str:
+    if not isinstance(found, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+        return f"{found!r} instead of {wanted!r}"
+    kinds = [f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in (found, wanted)]
+    if kinds[0] != kinds[1]:
+        return f"{kinds[0]} instead of {kinds[1]}"
+    return f"off by up to {float((found.double() - wanted.double()).abs().max()):.3g}"

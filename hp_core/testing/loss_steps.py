@@ -47,7 +47,9 @@ class LossCase:
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The model, without dropout."""
-        return tiny_model(self.family, dtype=dtype).eval()
+        model = tiny_model(self.family, dtype=dtype)
+        model.eval()
+        return model
 
     def batch(self, *, silent: Sequence[int] = (), seed: int = 0) -> dict[str, torch.Tensor]:
         """Four rows with 12, 7, 2 and 8 targets (none in the rows of `silent`) and the loss's columns."""

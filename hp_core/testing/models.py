@@ -132,11 +132,15 @@ def tiny_skeleton(family: str) -> PreTrainedModel:
     """The model as transformers builds it on the current default device, drawing from the global random stream."""
     values = tiny_config(family)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    auto: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
     # Grouped matrix products know no float64, which the checks compute in.
-    model: PreTrainedModel = auto.from_config(config, experts_implementation="eager")
+    model: PreTrainedModel = auto_class(config.model_type).from_config(config, experts_implementation="eager")
     return model
+
+
+def auto_class(model_type: str) -> Any:
+    """The class of transformers that builds models of this type."""
+    causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
 
 
 def tiny_batch(family: str, rows: int = 4, length: int = 12, *, seed: int = 0) -> dict[str, torch.Tensor]:
