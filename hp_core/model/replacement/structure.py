@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+_hooks_of = itemgetter(*_HOOKS)
 
 
 class Held(NamedTuple):
@@ -37,10 +39,6 @@ class Held(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
     shape: torch.Size
-
-    def is_as_before(self, now: Held | None) -> bool:
-        """Whether it is the same tensor, unchanged. Two equal tensors are not the same parameter."""
-        return now is not None and now.tensor is self.tensor and now[1:] == self[1:]
 
 
 @dataclass(frozen=True)
@@ -69,18 +67,29 @@ class Structure:
                 if buffer is not None:
                     temporary = name in part._non_persistent_buffers_set
                     tensors[dot + name] = _held(buffer, "non-persistent buffer" if temporary else "buffer")
-            attributes = vars(part)
-            for kind in _HOOKS:
-                if attributes[kind]:
-                    hooks[dot.removesuffix("."), kind] = tuple(attributes[kind].values())
+            found = _hooks_of(vars(part))
+            if any(found):
+                hooks |= {
+                    (dot.removesuffix("."), kind): tuple(one.values())
+                    for kind, one in zip(_HOOKS, found, strict=True)
+                    if one
+                }
         return cls(tensors, hooks, own_way)
 
     def is_still_that_of(self, module: nn.Module) -> bool:
-        """Whether the module holds the same tensors as when it was looked at."""
-        now = Structure.of(module).tensors
-        return now.keys() == self.tensors.keys() and all(
-            one.is_as_before(now[name]) for name, one in self.tensors.items()
-        )
+        """Whether the module holds the same tensors, unchanged, as when it was looked at."""
+        names = set()
+        for dot, part in _parts(module, ""):
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is None:
+                    continue
+                held = self.tensors.get(dot + name)
+                if held is None or held.tensor is not tensor or held.requires_grad != tensor.requires_grad:
+                    return False
+                if held.dtype != tensor.dtype or held.shape != tensor.shape:
+                    return False
+                names.add(dot + name)
+        return len(names) == len(self.tensors)
 
 
 def _parts(module: nn.Module, dot: str) -> Iterator[tuple[str, nn.Module]]:
