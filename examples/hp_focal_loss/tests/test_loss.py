@@ -18,11 +18,6 @@ def test_the_promises_of_a_loss(check):
     check()
 
 
-@loss_checks(FocalLoss, gamma=0.5)
-def test_the_promises_with_a_power_below_one(check):
-    check()
-
-
 def batch(rows: int = 3, tokens: int = 5, vocabulary: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(rows, tokens, vocabulary, generator=generator, dtype=torch.float64) * 3

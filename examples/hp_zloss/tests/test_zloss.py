@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -198,3 +200,43 @@ def test_it_is_found_inside_another_wrapper_and_missed_where_it_is_gone():
     assert own(model_output=SimpleNamespace(loss=torch.tensor(1.0)), labels=torch.zeros(1, 3, dtype=torch.long))
     with pytest.raises(InputError, match="another plugin dropped the z-loss"):
         plugin.bind_model(ModelOutputLoss(), model)
+
+
+# In a run.
+
+PACKAGE = Path(__file__).parents[1]
+RECIPE = (PACKAGE / "recipe.yaml").read_text(encoding="utf-8")
+TINY = (
+    "model.config.hidden_size=32",
+    "dataset.max_files=3",
+    "dataset.max_seq_len=32",
+    "dataset.validation_fraction=0",
+    "lr_scheduler=null",
+    "training.train_iters=2",
+    "training.log_every=1",
+    "training.global_batch_size=4",
+)
+
+
+def test_the_numbers_don_t_depend_on_how_the_work_is_cut_or_the_loss_reduces(hp_run):
+    def numbers(loss_fn: str, micro_batch_size: int, nproc: int = 1) -> list[float]:
+        size = f"training.micro_batch_size={micro_batch_size}"
+        rows = hp_run(RECIPE, *TINY, f"loss_fn={loss_fn}", size, nproc=nproc).rows
+        return [row[name] for row in rows for name in ("loss", "task_loss", "z_loss", "grad_norm")]
+
+    whole = numbers("causal_lm", micro_batch_size=4)
+    assert len(whole) == 8
+    assert numbers("causal_lm", micro_batch_size=1) == pytest.approx(whole, rel=1e-5)
+    # The model's own loss is a mean.
+    assert numbers("model_output", micro_batch_size=4) == pytest.approx(whole, rel=1e-5)
+    assert numbers("model_output", micro_batch_size=1, nproc=2) == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_readme_s_plugin_of_one_file_has_another_weight(hp_run, tmp_path):
+    readme = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "stronger.py").write_text(source, encoding="utf-8")
+    tiny = (*TINY, "training.micro_batch_size=4")
+    weak = hp_run(RECIPE, *tiny).rows[0]
+    strong = hp_run(RECIPE, *tiny, "plugins=[stronger.py]").rows[0]
+    assert strong["z_loss"] == pytest.approx(10 * weak["z_loss"], rel=1e-5)
