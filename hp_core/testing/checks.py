@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import time
 import traceback
 import warnings
@@ -18,7 +19,7 @@ from transformers.utils import logging as hf_logging
 from hp_core.errors import HpError
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.setup import DistributedSetup
-from hp_core.testing.ranks import run_ranks
+from hp_core.testing.ranks import RankError, run_ranks
 from hp_core.testing.setups import tiny_setup
 
 T = TypeVar("T")
@@ -159,8 +160,21 @@ class RankResults:
 
 
 def on_ranks(sections: Sequence[Section], case: Any, world_size: int = 2) -> RankResults:
-    """Run the sections in order on one group of gloo ranks; starting processes takes longer than all of them."""
-    return RankResults(run_ranks(_run_sections, world_size, tuple(sections), case))
+    """Run the sections in order on one group of gloo ranks; starting processes takes longer than all of them.
+
+    Raises:
+        BrokenPromiseError: the component can't be sent to other processes, or one of them died.
+    """
+    try:
+        pickle.dumps(case)
+    except Exception as error:
+        hint = "define the component at the top level of a module"
+        raise BrokenPromiseError(f"other processes can't import it: {described(error)}; {hint}") from error
+    try:
+        return RankResults(run_ranks(_run_sections, world_size, tuple(sections), case))
+    except RankError as error:
+        hint = "a collective that not every rank joins, with the same sizes, ends processes or keeps them waiting"
+        raise BrokenPromiseError(f"{error}; {hint}") from error
 
 
 def _run_sections(environment: ProcessEnvironment, sections: Sequence[Section], case: Any) -> dict[str, _Outcome]:
@@ -189,7 +203,7 @@ def equal(one: Any, other: Any) -> bool:
     """Whether two tensors or plain values are the same, dtypes and shapes included."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    return bool(one == other)
+    return not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and bool(one == other)
 
 
 def largest(tensors: Mapping[str, torch.Tensor]) -> float:

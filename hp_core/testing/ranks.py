@@ -60,7 +60,9 @@ def run_ranks(
     context.set_forkserver_preload(list(preload))
     # The store lives here, so that no rank's end can take it from the others, and its port is never guessed.
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    ranks = [_start(context, function, rank, world_size, store.port, args) for rank in range(world_size)]
+    # Taken apart in the rank itself, where a module that can't be imported is told like any other failure.
+    call = pickle.dumps((function, args))
+    ranks = [_start(context, call, rank, world_size, store.port) for rank in range(world_size)]
     try:
         return _collect([pipe for _, pipe in ranks], time.monotonic() + timeout)
     finally:
@@ -75,11 +77,10 @@ def run_ranks(
 
 def _start(
     context: multiprocessing.context.ForkServerContext,
-    function: Callable[..., Any],
+    call: bytes,
     rank: int,
     world_size: int,
     port: int,
-    args: tuple[Any, ...],
 ) -> tuple[multiprocessing.context.ForkServerProcess, Connection]:
     receive, send = context.Pipe(duplex=False)
     environment = ProcessEnvironment(
@@ -90,17 +91,16 @@ def _start(
         master_port=port,
         store_is_hosted=True,
     )
-    process = context.Process(target=_rank, args=(send, function, environment, args), daemon=False)
+    process = context.Process(target=_rank, args=(send, call, environment), daemon=False)
     process.start()
     send.close()
     return process, receive
 
 
-def _rank(
-    pipe: Connection, function: Callable[..., Any], environment: ProcessEnvironment, args: tuple[Any, ...]
-) -> None:
+def _rank(pipe: Connection, call: bytes, environment: ProcessEnvironment) -> None:
     torch.set_num_threads(1)
     try:
+        function, args = pickle.loads(call)
         _send(pipe, ("returned", function(environment, *args)))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
