@@ -36,7 +36,7 @@ class Environment:
         self._hp_train.write_text(_LAUNCHER.format(python=self.python))
         self._hp_train.chmod(0o755)
 
-    def run(self, command: str, cwd: Path, *extra: str, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    def run(self, command: str, cwd: Path, *extra: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
         """Run a command line as in a shell where the environment is active; `pip` gets by without a package index."""
         program, *arguments = shlex.split(command)
         words = {

@@ -121,7 +121,9 @@ def check_lion(runs: dict[str, Path]) -> None:
 
 def check_fast_norm(runs: dict[str, Path]) -> None:
     assert took_part(runs["recipe"]) == {"hp-fast-norm:fast_norm"}
-    assert len(manifest(runs["recipe"])["replaced_modules"]) == 5
+    (replaced,) = manifest(runs["recipe"])["replaced_modules"]
+    layers = [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("input", "post_attention")]
+    assert sorted(replaced["modules"]) == [*(f"{layer}_layernorm" for layer in layers), "model.norm"]
 
 
 def check_zloss(runs: dict[str, Path]) -> None:
