@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hp_core.config import Recipe, Target, TrainerConfig, load_recipe
     from hp_core.data.protocols import Datasets, MeshContext, RowDataset, Tokenizer
     from hp_core.hookspecs import hookimpl
+    from hp_core.model.build import finish_model
     from hp_core.model.replacement.contract import Convert, Rename, ReplacementContext, module_replacement
     from hp_core.model.replacement.replacer import replace_modules
     from hp_core.observe.trackers import Tracker
@@ -39,6 +40,7 @@ _LAZY = {
     "Tokenizer": "hp_core.data.protocols",
     "Tracker": "hp_core.observe.trackers",
     "TrainerConfig": "hp_core.config",
+    "finish_model": "hp_core.model.build",
     "hookimpl": "hp_core.hookspecs",
     "load_recipe": "hp_core.config",
     "module_replacement": "hp_core.model.replacement.contract",
@@ -68,6 +70,7 @@ __all__ = [
     "Tokenizer",
     "Tracker",
     "TrainerConfig",
+    "finish_model",
     "hookimpl",
     "load_recipe",
     "module_replacement",

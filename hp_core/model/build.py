@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,19 +48,25 @@ def build_causal_lm(
             dtype=DTYPES[dtype],
             trust_remote_code=trust_remote_code,
         )
-    finish_model(model, setup, files if pretrained is not None else None, DTYPES[dtype])
+    finish_model(model, setup, files if pretrained is not None else None)
     return model
 
 
-def finish_model(model: PreTrainedModel, setup: DistributedSetup, files: list[str] | None, dtype: torch.dtype) -> None:
-    """Replace, shard, materialise and fill a skeleton on the meta device, in place.
+def finish_model(
+    model: PreTrainedModel, distributed_setup: DistributedSetup, files: Sequence[str] | None = None
+) -> None:
+    """Replace, shard, materialise and fill the skeleton of a transformers model, in place; for model builders.
 
     Args:
-        model: the skeleton, a model of transformers.
-        setup: the run's devices, meshes, seed and replacements.
+        model: the skeleton, on the meta device, in the dtype of the master weights.
+        distributed_setup: the run's devices, meshes, seed and replacements.
         files: the safetensors files with its weights; None draws initial weights from the seed.
-        dtype: the type of the master weights.
+
+    Raises:
+        ArgumentError: see `load_weights`.
+        InputError: see `hp_core.model.replacement.replacer.ModuleReplacer.apply`.
     """
+    setup = distributed_setup
     replaced = replace_modules(model, setup)
     shard_model(model, setup)
     if files is None:
@@ -70,6 +76,6 @@ def finish_model(model: PreTrainedModel, setup: DistributedSetup, files: list[st
         if files is None:
             initialize_weights(model, setup.seed)
         else:
-            load_weights(model, files, dtype=dtype)
+            load_weights(model, list(files), dtype=model.dtype)
     model.to(setup.device)  # type: ignore[arg-type]
     model.train()

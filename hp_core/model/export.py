@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hp_core.errors import RunError
-from hp_core.model.replacement.contract import transforms_of
+from hp_core.model.replacement.contract import WeightTransform, transforms_of
 from hp_core.model.replacement.layout import whole
 from hp_core.model.replacement.transforms import names_of, to_original
 
@@ -51,12 +52,20 @@ def original_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         tensors[name] = gathered[id(tensor)]
     if not keeps:
         return {}
-    for fqn, module in model.named_modules(remove_duplicate=False):
-        transforms = transforms_of(module)
-        dot = f"{fqn}." if fqn else ""
+    for dot, transforms in _transformed(model, ""):
         own = {name: tensors.pop(dot + name) for name in names_of(transforms)[1]}
         tensors.update({dot + name: value for name, value in to_original(transforms, own).items()})
     return {name: value.contiguous() for name, value in tensors.items()}
+
+
+def _transformed(module: nn.Module, dot: str) -> Iterator[tuple[str, tuple[WeightTransform, ...]]]:
+    """The outermost modules with weight transforms: theirs speak for all that is inside."""
+    transforms = transforms_of(module)
+    if transforms:
+        yield dot, transforms
+        return
+    for name, child in module.named_children():
+        yield from _transformed(child, f"{dot}{name}.")
 
 
 def _take_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,7 @@ def load_weights(model: PreTrainedModel, files: list[str], *, dtype: torch.dtype
     # Without it transformers takes the DTensors for its own tensor parallelism and gathers them again.
     model._is_distributed_loading_by_transformers = True
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+    trainable = {name: one.requires_grad for name, one in model.named_parameters(remove_duplicate=False)}
     info, _ = type(model)._load_pretrained_model(model, None, files, config)
     problems = [f"{key} is missing" for key in sorted(_untied(model, info.missing_keys))]
     problems += [f"{key[0]} has another shape" for key in sorted(info.mismatched_keys)]
@@ -53,6 +54,9 @@ def load_weights(model: PreTrainedModel, files: list[str], *, dtype: torch.dtype
     if problems:
         raise ArgumentError("pretrained", "the weight files don't fit the model: " + _some(problems))
     info = type(model)._finalize_model_loading(model, config, info)
+    # transformers puts new parameters in place of those that were frozen.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(trainable[name])
     if info.unexpected_keys:
         unexpected = [f"{key} has no place in the model" for key in sorted(info.unexpected_keys)]
         raise ArgumentError("pretrained", "the weight files don't fit the model: " + _some(unexpected))

@@ -72,7 +72,7 @@ class ReplacementCase:
             model = tiny_skeleton(self.family)
         replacer = ModuleReplacer([self.rule()] if replaced else [], _call_factory)
         setup = dataclasses.replace(setup, replacer=replacer)
-        finish_model(model, setup, weight_files(files, None) if files else None, torch.float32)
+        finish_model(model, setup, weight_files(files, None) if files else None)
         model.eval()
         return model, [name for summary in replacer.summaries for name in summary["modules"]]
 

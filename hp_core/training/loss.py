@@ -9,12 +9,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from hp_core.data.columns import RESERVED
 from hp_core.errors import InputError, Problem
 
 IGNORE_INDEX = -100
-
-# What the loss gets anyway, what only the model gets, and the numbers of the rows, which nobody computes with.
-_NO_COLUMNS = frozenset({"model_output", "labels", "input_ids", "position_ids", "index", "sample_ids"})
 
 Reduction = Literal["mean", "sum"]
 
@@ -86,7 +84,7 @@ def columns_of(loss_fn: nn.Module) -> tuple[str, ...]:
         message, hint = f"{loss}.columns is {declared!r}, not a tuple of names", 'write columns = ("weights",)'
     elif len(set(names)) != len(names):
         message = f"{loss}.columns names one twice: {', '.join(names)}"
-    elif taken := [name for name in names if name in _NO_COLUMNS]:
+    elif taken := [name for name in names if name in RESERVED]:
         message = f"{loss}.columns names {taken[0]!r}, which is no column"
         hint = "columns are arrays that a dataset adds to its rows, beside input_ids, labels and position_ids"
     elif strange := [name for name in names if not is_open and name not in takes]:

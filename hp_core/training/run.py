@@ -16,7 +16,7 @@ from hp_core.checkpoint.layout import MANIFEST
 from hp_core.config import Recipe, TrainerConfig
 from hp_core.data.protocols import Datasets
 from hp_core.data.rows import WithEmptyRow
-from hp_core.errors import HpError, InputError
+from hp_core.errors import HpError
 from hp_core.observe.console import Console
 from hp_core.observe.run_directory import RunDirectory, write_json
 from hp_core.observe.trackers import Tracker
@@ -73,21 +73,6 @@ class Report:
     steps: int
     metrics: Mapping[str, Any]
     evaluation: Mapping[str, Any] | None
-
-
-def require_same_everywhere(what: str, value: Any, setup: DistributedSetup) -> None:
-    """Refuse to go on when the ranks don't agree about `value`.
-
-    Raises:
-        InputError: names the first rank that differs, and what both have.
-    """
-    if setup.world_size == 1:
-        return
-    values: list[Any] = [None] * setup.world_size
-    dist.all_gather_object(values, value, group=setup.host_group)
-    for rank, other in enumerate(values):
-        if other != values[0]:
-            raise InputError(f"{what} differ between ranks: rank 0 has {values[0]}, rank {rank} has {other}")
 
 
 def on_main(function: Callable[[], T], setup: DistributedSetup) -> T:

@@ -20,12 +20,13 @@ from hp_core.model.replacement.replacer import ModuleReplacer
 from hp_core.observe.console import Console
 from hp_core.observe.run_directory import RECIPE_FILE, RunDirectory, choose, clear, lock, make, release, versions
 from hp_core.observe.trackers import JsonlTracker
+from hp_core.parallel.agreement import require_same_everywhere
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.setup import DistributedSetup, default_threads, distributed
 from hp_core.plugins import load_plugins, provenance, refuse_hooks_without_calls
 from hp_core.training.base import BaseTrainer
 from hp_core.training.defaults import DefaultHooks
-from hp_core.training.run import Report, Run, digest, on_main, require_same_everywhere
+from hp_core.training.run import Report, Run, digest, on_main
 
 
 def train(

@@ -35,6 +35,8 @@ API = {
     "Tokenizer": "class",
     "Tracker": "class",
     "TrainerConfig": "class",
+    "finish_model": "(model: 'PreTrainedModel', distributed_setup: 'DistributedSetup', "
+    "files: 'Sequence[str] | None' = None) -> 'None'",
     "hookimpl": "HookimplMarker",
     "load_recipe": "(path: 'str | pathlib.Path', overrides: 'Sequence[str]' = (), *, "
     "components: 'Components | None' = None, env: 'Mapping[str, str] | None' = None) -> 'Recipe'",

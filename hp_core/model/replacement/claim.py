@@ -12,7 +12,7 @@ from torch import nn
 from hp_core.config.importing import import_module_type
 from hp_core.config.models import PlanOverride
 from hp_core.errors import InputError, Problem
-from hp_core.spelling import did_you_mean
+from hp_core.spelling import did_you_mean, nearest
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,11 @@ class _Claims:
     problems: list[Problem] = field(default_factory=list)
 
 
-def claim(model: nn.Module, rules: Iterable[Rule]) -> list[Claim]:
+def claim(model: nn.Module, rules: Iterable[Rule], idle: Iterable[Rule] = ()) -> list[Claim]:
     """Match every rule against the names of the model's modules, its root left out.
 
-    A pattern is a case-sensitive glob in which `*` crosses dots; it must be the whole name.
+    A pattern is a case-sensitive glob in which `*` crosses dots; it must be the whole name. `idle` rules claim nothing,
+    but names and types don't depend on the topology for which they are meant, so theirs are checked as well.
 
     Raises:
         InputError: with all problems: a pattern without a hit, a hit of another type than the rule's, modules of
@@ -70,6 +71,8 @@ def claim(model: nn.Module, rules: Iterable[Rule]) -> list[Claim]:
         hits = _hits(rule, modules, claims.problems)
         claims.problems += _wrong_types(rule, hits)
         _claim(rule, hits, names, claims)
+    for rule in idle:
+        claims.problems += _wrong_types(rule, _hits(rule, modules, claims.problems))
     claims.problems += _nested(claims.by_module.values())
     if claims.problems:
         raise InputError(claims.problems)
@@ -88,11 +91,24 @@ def _hits(rule: Rule, modules: Mapping[str, nn.Module], problems: list[Problem])
         matches = re.compile(fnmatch.translate(pattern)).match
         found = {fqn: module for fqn, module in modules.items() if matches(fqn)}
         if not found:
-            general = {re.sub(r"\b\d+\b", "*", fqn) for fqn in modules}
-            hint = did_you_mean(pattern, sorted(general)) or "print(model) shows the names"
+            hint = _nearest_pattern(pattern, modules)
             problems.append(Problem(f"{pattern!r} matches no module", rule.pattern_path(number), hint=hint))
         hits.update(found)
     return hits
+
+
+def _nearest_pattern(pattern: str, fqns: Iterable[str]) -> str:
+    """A pattern that does match, else the names that there are."""
+    general = sorted({re.sub(r"\b\d+\b", "*", fqn) for fqn in fqns})
+    whole = did_you_mean(pattern, general)
+    if whole:
+        return whole
+    last = pattern.rpartition(".")[2].strip("*")
+    near = nearest(last, sorted({fqn.rpartition(".")[2] for fqn in general}))
+    if near is not None and last:
+        head, _, tail = pattern.rpartition(last)
+        return f"did you mean {head + near + tail!r}?"
+    return f"its modules are {listing(general, 12)}"
 
 
 def _wrong_types(rule: Rule, hits: Mapping[str, nn.Module]) -> Iterator[Problem]:

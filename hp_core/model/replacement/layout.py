@@ -40,7 +40,11 @@ def original_layout(model: nn.Module, replaced: Sequence[Replaced], setup: Distr
         _install(model, one, one.replacement)
         _give(one.original, one.replacement, _kept(one))
         _convert(one, setup)
+        if isinstance(one.replacement, ResetsBuffers):
+            _reset_buffers(one.replacement, setup)
         _free(one)
+    if setup.replacer is not None:
+        setup.replacer.unfilled -= {one.fqns[0] for one in replaced}
 
 
 @torch.no_grad()
@@ -147,8 +151,6 @@ def _convert(one: Replaced, setup: DistributedSetup) -> None:
             raise InputError(Problem(message, f"{one.rule.path}.replace_module")) from error
         for name, value in converted.items():
             _fill(one.replacement, name, value, setup)
-    if one.transforms and isinstance(one.replacement, ResetsBuffers):
-        _reset_buffers(one.replacement, setup)
 
 
 def _fill(replacement: nn.Module, name: str, value: torch.Tensor, setup: DistributedSetup) -> None:

@@ -15,11 +15,12 @@ from torch import nn
 
 from hp_core.config.models import PlanOverride
 from hp_core.entry_points import describe
-from hp_core.errors import HpError, InputError, Problem
-from hp_core.model.replacement.claim import Claim, Rule, claim
-from hp_core.model.replacement.contract import ReplacementContext, WeightTransform, transforms_of
+from hp_core.errors import ArgumentError, HpError, InputError, Problem
+from hp_core.model.replacement.claim import Claim, Rule, claim, listing
+from hp_core.model.replacement.contract import ReplacementContext, ResetsBuffers, WeightTransform, transforms_of
 from hp_core.model.replacement.structure import Structure, lost_call, lost_records, lost_structure, recorded_types
-from hp_core.model.replacement.transforms import misnamed, names_of, wrong_transforms
+from hp_core.model.replacement.transforms import inherit_requires_grad, misnamed, names_of, wrong_transforms
+from hp_core.parallel.agreement import require_same_everywhere
 
 if TYPE_CHECKING:
     from hp_core.parallel.setup import DistributedSetup
@@ -41,13 +42,14 @@ class ModuleReplacer:
     """Applies the replacements of `plan_overrides` to the models of a run.
 
     `replace_module` is the hook that gives the replacement of one module. `summaries` says what was replaced, once
-    something was.
+    something was; `unfilled` are the names of replacements whose own tensors still have to be made.
     """
 
     overrides: Sequence[PlanOverride]
     replace_module: Callable[..., Any]
     summaries: list[dict[str, Any]] = field(default_factory=list)
     applied: bool = False
+    unfilled: set[str] = field(default_factory=set)
 
     def apply(self, model: nn.Module, setup: DistributedSetup) -> tuple[Replaced, ...]:
         """Replace modules of `model`, which is on the meta device and not sharded yet, in place.
@@ -60,9 +62,13 @@ class ModuleReplacer:
         sizes = parallel_sizes(setup)
         rules = [Rule(i, one) for i, one in enumerate(self.overrides) if one.replace_module is not None]
         active = [rule for rule in rules if is_active(rule.override, sizes)]
-        claims = claim(model, active)
+        claims = claim(model, active, [rule for rule in rules if rule not in active])
         replaced = self._build(model, claims, sizes, setup) if claims else ()
+        require_same_everywhere("module replacements", _digest(replaced), setup)
         _install(model, replaced)
+        self.unfilled |= {
+            one.fqns[0] for one in replaced if one.transforms or isinstance(one.replacement, ResetsBuffers)
+        }
         self.summaries += _summaries(rules, replaced)
         self.applied = True
         return replaced
@@ -71,11 +77,15 @@ class ModuleReplacer:
         """Refuse a model builder that left the recipe's rules aside.
 
         Raises:
-            InputError: there are rules, and nothing has applied them.
+            InputError: there are rules, and nothing has applied them, or made the tensors of what they replaced.
         """
+        message = ""
         if not self.applied and any(one.replace_module is not None for one in self.overrides):
             message = "the model was built without its replacements"
-            hint = "a model builder must call hp_core.replace_modules(model, distributed_setup) before it shards"
+        elif self.unfilled:
+            message = f"{listing(sorted(self.unfilled))}: replaced, but nothing filled the replacement's own tensors"
+        if message:
+            hint = "a model builder finishes its skeleton with hp_core.finish_model(model, distributed_setup)"
             raise InputError(Problem(message, "plan_overrides", hint=hint))
 
     def lines(self) -> Iterator[str]:
@@ -115,16 +125,19 @@ class ModuleReplacer:
         context = ReplacementContext(**{**vars(context), "layer_index": _layer_index(one.fqn), "target": target})
         try:
             made = self.replace_module(module=one.module, module_fqn=one.fqn, context=context)
+        except ArgumentError as error:
+            # A plugin's: those of the factory are located by its target already.
+            raise InputError(Problem(error.message, target.section, hint=error.hint)) from error
         except HpError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(Problem(f"{target.spelling} raises {describe(error)}", target.section)) from error
         if not isinstance(made, nn.Module):
-            found = f"{target.spelling} returned {type(made).__name__}, not a torch.nn.Module"
+            found = f"the replacement is {_a(made)}, not a torch.nn.Module"
             raise InputError(Problem(found, target.section))
         if made is one.module:
             hint = "return a new module; narrow match where one is to be kept"
-            raise InputError(Problem(f"{target.spelling} returned the module it was given", target.section, hint=hint))
+            raise InputError(Problem("the replacement is the very module to be replaced", target.section, hint=hint))
         return made
 
 
@@ -157,14 +170,14 @@ class _Findings:
 
     fqns: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
 
-    def add(self, one: Claim | Replaced, message: str, hint: str = "") -> None:
-        target = one.rule.override.replace_module
-        assert target is not None
-        self._add(f"{one.rule.path}.replace_module", f"{target.spelling} {message}", hint, one.fqns[0])
+    def add(self, one: Replaced, message: str) -> None:
+        # Not the factory's name: a plugin may have answered in its place.
+        name = type(one.replacement).__name__
+        self._add(f"{one.rule.path}.replace_module", f"{name} {message}", "", one.fqns[0])
 
     def add_all(self, one: Claim, error: InputError) -> None:
         for problem in error.problems:
-            self._add(problem.path, problem.message, problem.hint, one.fqn)
+            self._add(problem.path or f"{one.rule.path}.replace_module", problem.message, problem.hint, one.fqn)
 
     def _add(self, path: str, message: str, hint: str, fqn: str) -> None:
         self.fqns.setdefault((path, message, hint), []).append(fqn)
@@ -194,18 +207,18 @@ class _Validation:
         for one, its_claim in zip(self.built, claims, strict=True):
             first = owners.setdefault(id(one.replacement), one)
             if first is not one:
-                self.findings.add(one, f"returned the module it had returned for {first.fqns[0]}")
+                self.findings.add(one, f"is the replacement of {first.fqns[0]} as well; build one for each")
             yield self._checked(one, self.before[id(its_claim)], recorded, shared)
 
     def _checked(
         self, one: Replaced, before: Structure, recorded: Mapping[str, tuple[type, ...]], shared: frozenset[int]
     ) -> Replaced:
         try:
+            after = Structure.of(one.replacement)
             transforms = transforms_of(one.replacement)
-        except Exception as error:
-            self.findings.add(one, f"has a weight_transforms that raises {describe(error)}")
+        except (Exception, SystemExit) as error:
+            self.findings.add(one, f"can't be looked at: {describe(error)}")
             return one
-        after = Structure.of(one.replacement)
         problems = [*misnamed(transforms, before, after)] if transforms else []
         if not problems:
             names = names_of(transforms)
@@ -235,9 +248,22 @@ def _install(model: nn.Module, replaced: Sequence[Replaced]) -> None:
     for one in replaced:
         if one.replacement.training != one.original.training:
             one.replacement.train(one.original.training)
+        inherit_requires_grad(one.transforms, one.original, one.replacement)
         for fqn in one.fqns:
             owner, _, leaf = fqn.rpartition(".")
             owners[owner]._modules[leaf] = one.replacement
+
+
+def _digest(replaced: Sequence[Replaced]) -> list[tuple[Any, ...]]:
+    """What every rank must have replaced alike."""
+    return [
+        (one.rule.index, one.fqns[0], f"{type(one.replacement).__module__}.{type(one.replacement).__qualname__}")
+        for one in replaced
+    ]
+
+
+def _a(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _shared_parameters(model: nn.Module) -> frozenset[int]:

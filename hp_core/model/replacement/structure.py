@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from hp_core.model.replacement.contract import ChangesLayout, ResetsBuffers
+from hp_core.model.replacement.contract import ResetsBuffers
 
-# Recorded for whoever looks at them; nothing that is trained depends on them.
-_RECORDED_FOR_SHOW = frozenset({"attentions", "cross_attentions", "hidden_states"})
+# Recorded for whoever looks at them; the trainer never asks for them, and fused attention has none to give.
+_RECORDED_FOR_SHOW = frozenset({"attentions", "cross_attentions"})
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _HOOKS = (
     "_forward_hooks",
@@ -92,11 +92,14 @@ class Structure:
         return len(names) == len(self.tensors)
 
 
-def _parts(module: nn.Module, dot: str) -> Iterator[tuple[str, nn.Module]]:
+def _parts(module: nn.Module, dot: str, above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
     yield dot, module
     for name, child in module._modules.items():
-        if child is not None:
-            yield from _parts(child, f"{dot}{name}.")
+        if child is None:
+            continue
+        if child is module or child in above:
+            raise ValueError(f"{dot}{name} is the module itself or one around it")
+        yield from _parts(child, f"{dot}{name}.", (*above, module))
 
 
 def _held(tensor: torch.Tensor, kind: str) -> Held:
@@ -127,12 +130,15 @@ def lost_structure(
         if name not in gone:
             yield from _changes(name, old, after.tensors.get(name))
     for name, held in after.tensors.items():
-        if name in before.tensors or name in new:
+        if name in new or (name in before.tensors and name not in gone):
             continue
-        if held.kind != "non-persistent buffer" or not isinstance(replacement, ChangesLayout):
+        if name in gone:
+            yield f"still holds the {held.kind} {name!r}, which its weight_transforms convert"
+        elif held.kind != "non-persistent buffer":
             yield f"adds the {held.kind} {name!r}"
         elif not isinstance(replacement, ResetsBuffers):
-            yield f"adds the {held.kind} {name!r} without a reset_buffers() that fills it"
+            yield f"adds the {held.kind} {name!r} without a method reset_buffers() that fills it"
+    yield from _loose_tensors(source, replacement)
     for place, functions in before.hooks.items():
         kept = after.hooks.get(place, ())
         if any(one not in kept for one in functions):
@@ -142,6 +148,18 @@ def lost_structure(
         keys, others = source.state_dict().keys(), replacement.state_dict().keys()
         if keys != others:
             yield f"changes the keys of state_dict: {sorted(keys ^ others)}"
+
+
+def _loose_tensors(source: nn.Module, replacement: nn.Module) -> Iterator[str]:
+    """Tensors that are plain attributes: nothing moves them off the meta device."""
+    kept = [one for one in vars(source).values() if isinstance(one, torch.Tensor)]
+    for dot, part in _parts(replacement, ""):
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor) and value.is_meta and all(value is not one for one in kept):
+                yield (
+                    f"holds the tensor {dot + name!r} outside of parameters and buffers, where nothing fills it; "
+                    "write register_buffer(…, persistent=False) and a method reset_buffers()"
+                )
 
 
 def _changes(name: str, old: Held, new: Held | None) -> Iterator[str]:
@@ -185,11 +203,12 @@ def lost_call(source: Callable[..., Any], replacement: Callable[..., Any]) -> st
             return f"forward drops {stars}{_by_kind(old, kind)[0]}"
     if theirs[: len(positional)] != positional[: len(theirs)]:
         return f"forward takes ({', '.join(theirs)}) where ({', '.join(positional)}) are given in this order"
-    required = [name for name in named if old.parameters[name].default is inspect.Parameter.empty]
+    unnamed = _by_kind(old, inspect.Parameter.POSITIONAL_ONLY)
+    required = [name for name, one in old.parameters.items() if one.default is one.empty]
     try:
-        new.bind(*positional)
-        new.bind(**dict.fromkeys(named))
-        new.bind(**dict.fromkeys(required))
+        new.bind(*positional, **{name: None for name in named if name in required and name not in positional})
+        new.bind(*unnamed, **dict.fromkeys(named))
+        new.bind(*unnamed, **{name: None for name in named if name in required})
     except TypeError as error:
         return f"forward can't be called as the original's: {error}"
     return None
@@ -200,11 +219,8 @@ def _by_kind(signature: inspect.Signature, *kinds: Any) -> list[str]:
 
 
 def recorded_types(model: nn.Module) -> dict[str, tuple[type, ...]]:
-    """Return the classes by which transformers finds the modules whose outputs it collects, by the outputs' name.
-
-    Only outputs that training may depend on (`router_logits`) are among them.
-    """
-    found: dict[str, list[type]] = {}
+    """Return the classes by which transformers finds the modules whose outputs it collects, by the outputs' name."""
+    found: dict[str, dict[type, None]] = {}
     for part in model.modules():
         if not isinstance(part, PreTrainedModel):
             continue
@@ -214,16 +230,14 @@ def recorded_types(model: nn.Module) -> dict[str, tuple[type, ...]]:
             for one in specs if isinstance(specs, list) else [specs]:
                 kind = one if isinstance(one, type) else one.target_class if isinstance(one, OutputRecorder) else None
                 if isinstance(kind, type):
-                    found.setdefault(name, []).append(kind)
+                    found.setdefault(name, {})[kind] = None
     return {name: tuple(kinds) for name, kinds in found.items()}
 
 
 def lost_records(source: nn.Module, replacement: nn.Module, recorded: Mapping[str, tuple[type, ...]]) -> Iterator[str]:
-    """Yield the outputs that transformers would no longer collect, because the module it asks is of another class."""
-    theirs = dict(replacement.named_modules(remove_duplicate=False))
-    for name, part in source.named_modules(remove_duplicate=False):
-        for output, kinds in recorded.items():
-            if isinstance(part, kinds) and not isinstance(theirs.get(name), kinds):
-                wanted = " or ".join(kind.__name__ for kind in kinds)
-                where = f"its {name!r}" if name else "it"
-                yield f"would lose the model's {output}: {where} must be an instance of {wanted}"
+    """Yield the outputs that transformers would no longer collect, because it finds fewer modules of their class."""
+    for output, kinds in recorded.items():
+        before = [part for part in source.modules() if isinstance(part, kinds)]
+        if before and sum(isinstance(part, kinds) for part in replacement.modules()) < len(before):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            yield f"would lose the model's {output}: transformers collects them from instances of {wanted}; subclass it"

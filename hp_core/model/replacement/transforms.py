@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from hp_core.model.replacement.contract import Tensors, WeightTransform
 from hp_core.model.replacement.structure import Held, Structure
@@ -54,6 +55,15 @@ def misnamed(transforms: Sequence[WeightTransform], before: Structure, after: St
     yield from _misnamed(replaced, after, "the replacement")
 
 
+def inherit_requires_grad(transforms: Sequence[WeightTransform], original: nn.Module, replacement: nn.Module) -> None:
+    """Make what is converted trainable where the original is: new parameters always start as trainable."""
+    parameters, made = dict(original.named_parameters()), dict(replacement.named_parameters())
+    for one in transforms:
+        if one.originals[0] in parameters:
+            for name in one.replacements:
+                made[name].requires_grad_(parameters[one.originals[0]].requires_grad)
+
+
 def wrong_transforms(
     transforms: Sequence[WeightTransform],
     before: Structure,
@@ -77,12 +87,11 @@ def wrong_transforms(
         if id(held.tensor) in shared:
             yield f"transforms the tied parameter {name!r}, which another module holds too"
     for one in transforms:
-        grads = {old[name].requires_grad for name in one.originals}
-        changed = [name for name in one.replacements if {new[name].requires_grad} != grads]
-        if len(grads) > 1:
+        kinds = {old[name].kind for name in one.originals} | {new[name].kind for name in one.replacements}
+        if len(kinds) > 1:
+            yield f"turns a {' into a '.join(sorted(kinds))}: {', '.join(one.replacements)}"
+        if len({old[name].requires_grad for name in one.originals}) > 1:
             yield f"joins frozen and trainable tensors: {', '.join(one.originals)}"
-        elif changed:
-            yield f"changes requires_grad: {', '.join(changed)}"
     yield from _trial(transforms, old, new, tried)
 
 

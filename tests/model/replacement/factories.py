@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hp_core import ArgumentError, Convert, Rename, ReplacementContext, module_replacement
 
@@ -101,6 +103,9 @@ other_call = broken(lambda module, built: _OtherCall(module.weight, 1e-6))
 two_arguments = broken(lambda module, built: _TwoArguments(module.weight, 1e-6))
 no_forward = broken(lambda module, built: _NoForward(module.weight))
 saves_more = broken(lambda module, built: _Saves(module.weight, 1e-6))
+exits = broken(lambda module, built: sys.exit(3))
+loose_tensor = broken(_set("table", lambda module: torch.ones(3)))
+contains_itself = broken(lambda module, built: built.add_module("inner", built))
 deep_copy = broken(lambda module, built: copy.deepcopy(module))
 
 
@@ -177,6 +182,115 @@ class RenamedMLP(nn.Module):
 @module_replacement
 def renamed_mlp(module: Any, module_fqn: str, context: ReplacementContext) -> nn.Module:
     return RenamedMLP(module)
+
+
+class _KeepsOld(FusedMLP):
+    """Its old projections are still there, as after `super().__init__` of the class it replaces."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__(mlp)
+        self.gate_proj, self.up_proj = mlp.gate_proj, mlp.up_proj
+
+
+@module_replacement
+def keeps_old(module: Any, module_fqn: str, context: ReplacementContext) -> nn.Module:
+    return _KeepsOld(module)
+
+
+class NormWithTable(Norm):
+    """A norm in the original layout with a buffer of its own; it says so in two ways."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__(weight, eps)
+        self.register_buffer("ones", torch.ones(3), persistent=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) * self.ones.mean()
+
+    def reset_buffers(self) -> None:
+        self.ones.fill_(1.0)
+
+
+class NormWithNoTransforms(NormWithTable):
+    def weight_transforms(self) -> Sequence[Rename | Convert]:
+        return []
+
+
+@module_replacement
+def norm_with_table(module: Any, module_fqn: str, context: ReplacementContext, *, empty: bool = False) -> nn.Module:
+    return (NormWithNoTransforms if empty else NormWithTable)(module.weight, module.variance_epsilon)
+
+
+class FusedLayer(LlamaDecoderLayer):
+    """A decoder layer with a fused MLP inside, whose transforms it declares as its own."""
+
+    def __init__(self, layer: Any) -> None:
+        nn.Module.__init__(self)
+        vars(self).update({name: value for name, value in vars(layer).items() if not name.startswith("_")})
+        for name, child in layer.named_children():
+            self.add_module(name, FusedMLP(child) if name == "mlp" else child)
+
+    def weight_transforms(self) -> Sequence[Rename | Convert]:
+        (one,) = FusedMLP.weight_transforms(self.mlp)
+        assert isinstance(one, Convert)
+
+        def inside(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(tensors: Any) -> Any:
+                bare = {name.removeprefix("mlp."): value for name, value in tensors.items()}
+                return {f"mlp.{name}": value for name, value in function(bare).items()}
+
+            return call
+
+        originals, replaced = ([f"mlp.{name}" for name in side] for side in (one.originals, one.replaced))
+        return [Convert(tuple(originals), tuple(replaced), inside(one.forward), inside(one.backward))]
+
+
+@module_replacement
+def fused_layer(module: Any, module_fqn: str, context: ReplacementContext) -> nn.Module:
+    return FusedLayer(module)
+
+
+class _OtherLayer(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, child in layer.named_children():
+            self.add_module(name, child)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        cache: Any = None,
+        use_cache: Any = False,
+        position_embeddings: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return hidden_states
+
+
+@module_replacement
+def other_layer(module: Any, module_fqn: str, context: ReplacementContext) -> nn.Module:
+    return _OtherLayer(module)
+
+
+class _RenamedRouter(nn.Module):
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.router, self.experts = block.gate, block.experts
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows = hidden_states.flatten(0, 1)
+        _, weights, chosen = self.router(rows)
+        return self.experts(rows, chosen, weights).view_as(hidden_states)
+
+    def weight_transforms(self) -> Sequence[Rename | Convert]:
+        return [Rename("gate.weight", "router.weight")]
+
+
+@module_replacement
+def renamed_router(module: Any, module_fqn: str, context: ReplacementContext) -> nn.Module:
+    return _RenamedRouter(module)
 
 
 class _WithoutReset(FusedMLP):

@@ -148,5 +148,21 @@ def test_the_root_is_never_matched() -> None:
 
 def test_when_leaves_a_rule_aside_where_its_size_is_one() -> None:
     model = skeleton(LLAMA_CONFIG)
-    assert apply(model, rule("no such module", "norm", when="tp"), rule("model.norm", "norm", index=1)) != ()
+    apply(model, rule("*.mlp", "fused_mlp", when="tp"), rule("model.norm", "norm", index=1))
     assert type(model.model.norm) is Norm
+    assert type(model.model.layers[0].mlp).__name__ == "LlamaMLP"
+
+
+def test_names_and_types_are_checked_for_rules_that_are_left_aside_too() -> None:
+    """A laptop finds what a cluster would stumble over; two rules for different topologies may share a module."""
+    assert problems(
+        LLAMA_CONFIG, rule("*nrom", "norm", when="tp"), rule("*.mlp", "norm", index=1, when="ep", module_type=NORM)
+    ) == [
+        "plan_overrides[0].match: '*nrom' matches no module; did you mean '*norm'?",
+        "plan_overrides[1].module_type: 2 of the 2 modules that match are no LlamaRMSNorm: model.layers.0.mlp is a "
+        "LlamaMLP, model.layers.1.mlp is a LlamaMLP; narrow the pattern of match",
+    ]
+    assert (
+        len(apply(skeleton(LLAMA_CONFIG), rule("model.norm", "norm", when="cp"), rule("model.norm", "norm", index=1)))
+        == 1
+    )

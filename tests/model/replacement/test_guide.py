@@ -47,7 +47,7 @@ import torch
 from torch import nn
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-from hp_core.model.build import finish_model
+from hp_core import finish_model
 
 TEXT = dict(
     vocab_size=96, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
@@ -64,7 +64,7 @@ def build(*, distributed_setup) -> nn.Module:
     config = Qwen3VLMoeConfig(text_config=TEXT, vision_config=VISION, image_token_id=90)
     with torch.device("meta"):
         model = Qwen3VLMoeForConditionalGeneration(config)
-    finish_model(model, distributed_setup, None, torch.float32)
+    finish_model(model, distributed_setup)
     return model
 """
 REST = """\

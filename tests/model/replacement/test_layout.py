@@ -9,10 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hp_core import finish_model, replace_modules
+from hp_core.errors import InputError
 from hp_core.model.export import export_model
+from hp_core.model.load import weight_files
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.testing.ranks import run_ranks
-from tests.model.replacement.rules import replacing, rule
+from tests.model.replacement.rules import replacing, rule, skeleton
 from tests.model.tiny import FAMILIES, LLAMA, LLAMA_TIED, QWEN3_MOE, a_setup, build, whole
 
 IDS = torch.arange(24).reshape(2, 12) * 7 % 96
@@ -21,6 +24,9 @@ RULES = {
     "tied": (LLAMA_TIED, [("*norm", "norm")]),
     "fused_mlp": (LLAMA, [("*.mlp", "fused_mlp"), ("*norm", "norm")]),
     "renamed_mlp": (LLAMA, [("*.mlp", "renamed_mlp")]),
+    "fused_layer": (LLAMA, [("model.layers.?", "fused_layer")]),
+    "renamed_router": (QWEN3_MOE, [("*.mlp", "renamed_router")]),
+    "own_buffers": (LLAMA, [("*norm", "norm_with_table"), ("*.mlp", "renamed_mlp")]),
     "split_experts": (QWEN3_MOE, [("*.experts", "split_experts"), ("*_norm", "norm")]),
 }
 
@@ -119,6 +125,54 @@ def test_buffers_that_no_checkpoint_holds_are_those_of_a_plain_build(family: str
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_buffers_of_a_replacement_s_own_are_filled_whether_or_not_it_has_transforms(
+    pretrained: bool, tmp_path: Path
+) -> None:
+    plain = checkpoint(LLAMA, tmp_path / "hf")
+    for empty in (False, True):
+        with replacing(rule("*norm", "norm_with_table", empty=empty)) as setup:
+            source = {"pretrained": str(tmp_path / "hf")} if pretrained else {"config": LLAMA}
+            model = build(setup, **source)
+        assert all(torch.equal(one, torch.ones(3)) for name, one in model.named_buffers() if name.endswith("ones"))
+        if pretrained:
+            torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["norms", "fused_mlp"])
+def test_frozen_weights_stay_frozen_when_they_are_loaded(case: str, tmp_path: Path) -> None:
+    config, rules = rules_of(case)
+    checkpoint(config, tmp_path / "hf")
+    with replacing(*rules) as setup:
+        model = skeleton(config)
+        model.model.requires_grad_(False)
+        finish_model(model, setup, weight_files(str(tmp_path / "hf"), None))
+    assert [name for name, one in model.named_parameters() if one.requires_grad] == ["lm_head.weight"]
+
+
+def test_a_builder_that_never_fills_its_replacements_is_refused() -> None:
+    with replacing(rule("*.mlp", "fused_mlp")) as setup:
+        model = skeleton(LLAMA)
+        replace_modules(model, setup)
+        with pytest.raises(InputError, match=r"model\.layers\.0\.mlp, .*: replaced, but nothing filled"):
+            setup.replacer.require_applied()
+
+
+def _unlike(environment: ProcessEnvironment) -> str:
+    factory = ("norm", "ClassNorm")[environment.rank]
+    with replacing(rule("model.norm", factory), environment=environment) as setup:
+        try:
+            build(setup, LLAMA)
+        except InputError as error:
+            return str(error)
+    return "built"
+
+
+def test_ranks_that_replace_differently_are_refused() -> None:
+    for text in run_ranks(_unlike, 2):
+        assert text.startswith("module replacements differ between ranks: rank 0 has")
+
+
 def _ranks(environment: ProcessEnvironment, case: str, source: str | None, out: str) -> dict[str, Any]:
     config, rules = rules_of(case)
     with replacing(*rules, environment=environment) as setup:
@@ -132,7 +186,7 @@ def _ranks(environment: ProcessEnvironment, case: str, source: str | None, out: 
     return gradients
 
 
-@pytest.mark.parametrize("case", ["fused_mlp", "renamed_mlp", "split_experts", "tied"])
+@pytest.mark.parametrize("case", ["fused_layer", "fused_mlp", "own_buffers", "renamed_mlp", "split_experts", "tied"])
 @pytest.mark.parametrize("pretrained", [True, False])
 def test_two_ranks_have_the_weights_and_gradients_of_one(case: str, pretrained: bool, tmp_path: Path) -> None:
     config, rules = rules_of(case)
