@@ -87,13 +87,16 @@ class Facts:
 @contextmanager
 def on_cpu() -> Iterator[None]:
     """Make and compute plain fp32 tensors on the CPU without a graph, whatever a model is being built with."""
-    usual = torch.get_default_dtype()
+    usual, threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_default_dtype(torch.float32)
+    # Starting a pool of threads for a few numbers takes longer than planning a model.
+    torch.set_num_threads(1)
     try:
         with torch.device("cpu"), torch.no_grad():
             yield
     finally:
         torch.set_default_dtype(usual)
+        torch.set_num_threads(threads)
 
 
 def _shape(tensor: torch.Tensor | None) -> Shape | None:

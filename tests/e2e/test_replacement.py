@@ -129,7 +129,10 @@ def test_a_builder_that_leaves_the_rules_aside_is_refused(tmp_path: Path) -> Non
     path.write_text(path.read_text().replace("name: causal_lm", "_target_: tests.e2e.test_replacement.plain_model", 1))
     done = hp_train_here(str(path))
     assert done.returncode == 2
-    assert "plan_overrides: the model was built without its replacements; a model builder finishes its skeleton with" in done.stderr
+    assert (
+        "plan_overrides: the model was built without its replacements; a model builder finishes its skeleton with"
+        in done.stderr
+    )
 
 
 def plain_model(config: dict[str, object], distributed_setup: object) -> torch.nn.Module:

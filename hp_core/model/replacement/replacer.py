@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -202,17 +203,19 @@ class _Validation:
 
     def run(self, claims: Sequence[Claim]) -> Iterator[Replaced]:
         recorded = recorded_types(self.model)
-        shared = _shared_parameters(self.model)
         owners: dict[int, Replaced] = {}
         for one, its_claim in zip(self.built, claims, strict=True):
             first = owners.setdefault(id(one.replacement), one)
             if first is not one:
                 self.findings.add(one, f"is the replacement of {first.fqns[0]} as well; build one for each")
-            yield self._checked(one, self.before[id(its_claim)], recorded, shared)
+            yield self._checked(one, self.before[id(its_claim)], recorded)
 
-    def _checked(
-        self, one: Replaced, before: Structure, recorded: Mapping[str, tuple[type, ...]], shared: frozenset[int]
-    ) -> Replaced:
+    @cached_property
+    def shared(self) -> frozenset[int]:
+        """The ids of the parameters that are held in more than one place."""
+        return _shared_parameters(self.model)
+
+    def _checked(self, one: Replaced, before: Structure, recorded: Mapping[str, tuple[type, ...]]) -> Replaced:
         try:
             after = Structure.of(one.replacement)
             transforms = transforms_of(one.replacement)
@@ -225,7 +228,7 @@ class _Validation:
             problems = [*lost_structure(one.original, before, one.replacement, after, names)]
         if transforms and not problems:
             tried = self.tried.setdefault(one.rule.index, {})
-            problems += wrong_transforms(transforms, before, after, shared, tried)
+            problems += wrong_transforms(transforms, before, after, self.shared, tried)
         problems += lost_records(one.original, one.replacement, recorded)
         lost = self._lost_call(one.original, one.replacement)
         for problem in problems if lost is None else [*problems, lost]:

@@ -150,16 +150,19 @@ def lost_structure(
             yield f"changes the keys of state_dict: {sorted(keys ^ others)}"
 
 
-def _loose_tensors(source: nn.Module, replacement: nn.Module) -> Iterator[str]:
+def _loose_tensors(source: nn.Module | None, replacement: nn.Module, dot: str = "") -> Iterator[str]:
     """Tensors that are plain attributes: nothing moves them off the meta device."""
-    kept = [one for one in vars(source).values() if isinstance(one, torch.Tensor)]
-    for dot, part in _parts(replacement, ""):
-        for name, value in vars(part).items():
-            if isinstance(value, torch.Tensor) and value.is_meta and all(value is not one for one in kept):
-                yield (
-                    f"holds the tensor {dot + name!r} outside of parameters and buffers, where nothing fills it; "
-                    "write register_buffer(…, persistent=False) and a method reset_buffers()"
-                )
+    attributes = vars(source) if source is not None else {}
+    for name, value in vars(replacement).items():
+        if isinstance(value, torch.Tensor) and value.is_meta and attributes.get(name) is not value:
+            yield (
+                f"holds the tensor {dot + name!r} outside of parameters and buffers, where nothing fills it; "
+                "write register_buffer(…, persistent=False) and a method reset_buffers()"
+            )
+    own = source._modules if source is not None else {}
+    for name, child in replacement._modules.items():
+        if child is not None and child is not own.get(name):
+            yield from _loose_tensors(own.get(name), child, f"{dot}{name}.")
 
 
 def _changes(name: str, old: Held, new: Held | None) -> Iterator[str]:
@@ -237,7 +240,7 @@ def recorded_types(model: nn.Module) -> dict[str, tuple[type, ...]]:
 def lost_records(source: nn.Module, replacement: nn.Module, recorded: Mapping[str, tuple[type, ...]]) -> Iterator[str]:
     """Yield the outputs that transformers would no longer collect, because it finds fewer modules of their class."""
     for output, kinds in recorded.items():
-        before = [part for part in source.modules() if isinstance(part, kinds)]
-        if before and sum(isinstance(part, kinds) for part in replacement.modules()) < len(before):
+        before = sum(isinstance(part, kinds) for _, part in _parts(source, ""))
+        if before and sum(isinstance(part, kinds) for _, part in _parts(replacement, "")) < before:
             wanted = " or ".join(kind.__name__ for kind in kinds)
             yield f"would lose the model's {output}: transformers collects them from instances of {wanted}; subclass it"
