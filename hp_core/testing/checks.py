@@ -29,7 +29,7 @@ class BrokenPromiseError(AssertionError):
     """A component doesn't keep a promise; the text says which, with the numbers and what to do."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Check:
     """One promise about one component, checked when it is called."""
 
@@ -37,6 +37,9 @@ class Check:
     subject: str
     promise: str
     function: Callable[[], None]
+
+    def __repr__(self) -> str:
+        return f"<{self.name} of {self.subject}>"
 
     def __call__(self) -> None:
         """Check the promise.

@@ -117,7 +117,8 @@ class LossChecks:
         alone = _alone(self.case, silent=())
         for by_count in self._two_ranks.of("two_ranks"):
             for count, step in by_count.items():
-                _compare(step, alone, self.case.tolerance, f"with {count} micro-batches on each of two ranks")
+                how = f"with {count} micro-batch{'es' * (count > 1)} on each of two ranks"
+                _compare(step, alone, self.case.tolerance, how)
 
     def check_silent_rank(self) -> None:
         """Compare two ranks, one of which has no target, with one process."""

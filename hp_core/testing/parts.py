@@ -47,7 +47,7 @@ class NumberedRows:
 
     report = None
 
-    def __init__(self, num_rows: int, length: int, vocab: int, silent: set[int], columns: tuple[str, ...]) -> None:
+    def __init__(self, num_rows: int, length: int, vocab: int, silent: set[int], columns: tuple[str, ...] = ()) -> None:
         self.num_rows, self.max_seq_len, self.vocab, self.silent = num_rows, length, vocab, silent
         self.columns = columns
         self.fingerprint = f"numbered-{num_rows}-{length}-{vocab}-{sorted(silent)}-{columns}"

@@ -220,14 +220,6 @@ def flags_of(model: nn.Module) -> dict[str, Any]:
     return flags
 
 
-def loose_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a module holds as plain attributes, which nothing moves or fills."""
-    for fqn, part in module.named_modules():
-        for name, value in vars(part).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{fqn}.{name}" if fqn else name, value
-
-
 def definitions_of(model: nn.Module) -> dict[str, Any]:
     """The functions and classes that every model of this kind shares, by where they are defined."""
     kinds = {base for module in model.modules() for base in type(module).__mro__ if base is not object}

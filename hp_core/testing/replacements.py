@@ -40,7 +40,6 @@ from hp_core.testing.replacement_steps import (
     flags_of,
     junk_in_memory,
     logits_of,
-    loose_tensors,
     note_dtypes,
     numbers_of,
     reloaded,
@@ -234,8 +233,6 @@ def check_meta_build(case: ReplacementCase) -> None:
         for name in names:
             direct = case.target.build(module=plain.get_submodule(name), module_fqn=name, context=context)
             built = model.get_submodule(name)
-            left = [key for key, value in loose_tensors(built) if value.device.type == "meta"]
-            require(not left, f"{name}: {left[:1]} is still on the meta device; make it a buffer, or a number")
             wanted = {f"{name}.{key}": value for key, value in direct.named_buffers()}
             found = {f"{name}.{key}": value for key, value in built.named_buffers()}
             require_equal(found, wanted, "of the buffers", _META_HINT)
@@ -321,7 +318,7 @@ def check_refusals(case: ReplacementCase) -> None:
 
 
 _EXPORT_HINT = "weights must hold the original's values, in its layout, whenever they are read"
-_META_HINT = "fill its own buffers in reset_buffers(), and compute nothing from tensors while it is built"
+_META_HINT = "fill its own buffers in reset_buffers(), with what its constructor gives them"
 
 
 def _steps_on_ranks(setup: DistributedSetup, case: ReplacementCase) -> tuple[Step, Step]:

@@ -4,37 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hp_core.data.protocols import Datasets
-
-IGNORED = -100
-
-
-class NumberedRows:
-    """`num_rows` rows; row r holds r, r + 1, … and its labels those shifted by one, except where it is `silent`."""
-
-    report = None
-
-    def __init__(self, num_rows: int, length: int, vocab: int, silent: set[int]) -> None:
-        self.num_rows, self.max_seq_len, self.vocab, self.silent = num_rows, length, vocab, silent
-        self.fingerprint = f"numbered-{num_rows}-{length}-{vocab}-{sorted(silent)}"
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        # Rows differ in length of what is learnt, so that a mean of means would show.
-        ids = (np.arange(self.max_seq_len + 1) * (index + 2) + index) % self.vocab
-        labels = ids[1:].copy()
-        labels[: index % (self.max_seq_len - 2)] = IGNORED
-        if index in self.silent:
-            labels[:] = IGNORED
-        positions = np.arange(self.max_seq_len)
-        return {"index": index, "input_ids": ids[:-1], "labels": labels, "position_ids": positions}
+from hp_core.testing.parts import NumberedRows
 
 
 def numbered_rows(

@@ -174,6 +174,18 @@ def copies_weight(module: nn.Module, module_fqn: str, context: ReplacementContex
     return Norm(nn.Parameter(module.weight.clone()), module.variance_epsilon)
 
 
+class KeepsTensor(Norm):
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__(weight, eps)
+        self.numbers = torch.arange(4)
+
+
+@module_replacement
+def keeps_tensor(module: nn.Module, module_fqn: str, context: ReplacementContext) -> nn.Module:
+    """The engine refuses this one, too."""
+    return replacing_norms_by(KeepsTensor, module)
+
+
 # meta_build
 
 
@@ -191,17 +203,6 @@ class LeavesJunk(FusedMLP):
 @module_replacement
 def leaves_junk(module: nn.Module, module_fqn: str, context: ReplacementContext) -> nn.Module:
     return LeavesJunk(module)
-
-
-class KeepsTensor(Norm):
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        super().__init__(weight, eps)
-        self.numbers = torch.arange(4)
-
-
-@module_replacement
-def keeps_tensor(module: nn.Module, module_fqn: str, context: ReplacementContext) -> nn.Module:
-    return replacing_norms_by(KeepsTensor, module)
 
 
 # half_precision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from hp_core import InputError, RunError
 from hp_core.testing import TINY_RECIPE
 from hp_core.testing.ranks import RankError
 from hp_core.testing.setups import tiny_setup
+from tests.conftest import ROOT
 
 LOSS = """\
 import torch.distributed as dist
@@ -136,3 +138,11 @@ def test_an_author_s_project_needs_no_configuration(tmp_path: Path) -> None:
     done = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
+
+
+def test_only_the_kit_needs_pytest() -> None:
+    sources = {path: path.read_text() for path in (ROOT / "hp_core").rglob("*.py") if path.parent.name != "testing"}
+    assert len(sources) > 50
+    pattern = re.compile(r"^\s*(import|from) (pytest|hp_core\.testing)\b", re.MULTILINE)
+    found = [str(path) for path, text in sources.items() if pattern.search(text)]
+    assert found == []

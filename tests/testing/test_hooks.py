@@ -102,3 +102,9 @@ def test_arguments_that_are_not_as_the_manual_says_are_told() -> None:
 @pytest.mark.parametrize("name", ["build_model", "replace_module", "build_lr_scheduler", "build_dataloader"])
 def test_results_of_another_kind_are_told(name: str) -> None:
     assert (result_fault(name, 3) or "").startswith("a int, ")
+
+
+def test_every_check_catches_something() -> None:
+    """Those that the other tests above are for, and those that their table names first."""
+    first = {names[0] for *_, names, _ in CAUGHT}
+    assert first | {"loads"} == {check.name for check in HookChecks(broken.watches).checks()}

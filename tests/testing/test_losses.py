@@ -124,7 +124,7 @@ def test_what_a_loss_remembers_belongs_into_buffers() -> None:
 @pytest.mark.parametrize(
     ("component", "names", "text"),
     [
-        (broken.TimesRanks, ["two_ranks", "silent_rank"], "with 1 micro-batches on each of two ranks the loss is"),
+        (broken.TimesRanks, ["two_ranks", "silent_rank"], "with 1 micro-batch on each of two ranks the loss is"),
         (broken.OtherParametersOnRanks, ["two_ranks", "silent_rank"], "on each of two ranks"),
         (broken.NeedsTargetsOnEveryRank, ["silent_rank"], "rank 1 of 2: RuntimeError: nothing to learn here"),
         (broken.SumTakenForMean, ["token_weighting", "two_ranks"], "with 2 micro-batches the loss is"),
@@ -143,3 +143,11 @@ def test_a_check_can_be_skipped_for_a_reason_and_by_its_name() -> None:
     assert skipped == {"gradients": "half of it is a constant"}
     with pytest.raises(ValueError, match=r"skip names 'gradient'; the checks are contract, .*gradients"):
         loss_checks(broken.HalfDetached, skip={"gradient": "half of it is a constant"})
+
+
+def test_every_check_catches_something() -> None:
+    """Those that the other tests above are for, and those that their table names first."""
+    first = {names[0] for *_, names, _ in CAUGHT}
+    assert first | {"contract", "state", "two_ranks", "silent_rank"} == {
+        check.name for check in LossChecks(LossCase(broken.SumLoss)).checks()
+    }

@@ -95,3 +95,9 @@ def test_an_optimizer_without_decay_skips_its_exclusions() -> None:
     mark = optimizer_checks(broken.Holder, lr=1e-3).mark
     assert {one.id for one in mark.args[1] if one.marks} == {"decay_exclusions"}
     assert not [one for one in optimizer_checks(broken.Momentum).mark.args[1] if one.marks]
+
+
+def test_every_check_catches_something() -> None:
+    """Those that the other tests above are for, and those that their table names first."""
+    first = {names[0] for *_, names, _ in CAUGHT}
+    assert first | ON_RANKS == {check.name for check in OptimizerChecks(OptimizerCase(broken.Momentum)).checks()}
