@@ -70,7 +70,8 @@ class _Resolver:
         if problem is not None:
             self._report(problem.message, (key,), problem.hint)
         given = node.without(NAME, IMPORT_PATH, *self.section.settings)
-        arguments = self._arguments(given, signature, shown)
+        # What is no component at all has no arguments to be wrong.
+        arguments = self._arguments(given, signature, shown) if problem is None else {}
         named = {"name": spelling} if key == NAME else {"import_path": spelling}
         where = {format_path(inner): one.origin for inner, one in walk(node.without(*self.section.settings))}
         where[""] = nearest_origin(self.tree, self.path, key=True)
@@ -121,6 +122,8 @@ class _Resolver:
         shown = _shown_name(node, key)
         if shown == to_data(node)[key]:
             hint = "nothing is written null" if shown.casefold() == "none" else problem.hint
+            if key == NAME and "." in shown:
+                hint = f"write {{{IMPORT_PATH}: {shown}}}"
             self._report(problem.message, (key,), hint)
         else:
             self._report(f"the value of {shown!r} names no component that can be imported", (key,))

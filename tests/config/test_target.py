@@ -244,3 +244,10 @@ def test_config_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_name_that_is_a_path_is_told_how_to_write_one(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("loss_fn: tests.config.losses.Nothing\n")
+    problems = [str(one) for one in examine(path).problems if "loss_fn" in str(one)]
+    assert problems[0].endswith("write {_target_: tests.config.losses.Nothing}")
