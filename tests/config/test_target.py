@@ -12,6 +12,7 @@ import pytest
 from hp_core.components import Component, Components
 from hp_core.config import Target, load_recipe
 from hp_core.config.importing import import_callable
+from hp_core.config.loader import examine
 from hp_core.config.signature import Signature, SignatureError
 from hp_core.errors import InputError, Origin
 from tests.config import parts
@@ -246,7 +247,7 @@ def test_config_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_name_that_is_a_path_is_told_how_to_write_one(tmp_path: Path) -> None:
+def test_a_name_that_is_a_path_is_told_how_to_write_one(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("loss_fn: tests.config.losses.Nothing\n")
     problems = [str(one) for one in examine(path).problems if "loss_fn" in str(one)]
