@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hp_core import ArgumentError
-from hp_plugins.replacements.probe import Facts, Shape, differs, failure, on_cpu, random
+from hp_plugins.replacements.probe import Facts, Settings, Shape, differs, failure, on_cpu, random
 from hp_plugins.replacements.takeover import Behaviour, arguments, copied, take_over
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -26,9 +25,12 @@ NORMS = ("q_norm", "k_norm")
 _PLACE = frozenset({"layer_idx"})
 _STARTS = ("hidden_states", "position_embeddings", "attention_mask")
 _ENDS = (("cache", "**kwargs"), ("past_key_values", "**kwargs"))
+_SPY = "_hyperparallel_probe"
 _HINT = "narrow match to attention modules with q_proj, k_proj, v_proj and o_proj"
 
 Tensor = torch.Tensor
+# Names and values of more arguments to the attention function.
+Handed = tuple[tuple[str, Any], ...]
 
 
 class StandardAttention(Behaviour):
@@ -36,6 +38,7 @@ class StandardAttention(Behaviour):
 
     rotate: Callable[..., tuple[Tensor, Tensor]]
     eager: Callable[..., tuple[Tensor, Tensor | None]]
+    handed: Handed
     config: Any
     layer_idx: int
     is_causal: bool
@@ -60,9 +63,10 @@ class StandardAttention(Behaviour):
         """Attend by the function that the model's configuration names: (batch, heads, S, D) to (batch, S, heads, D)."""
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
         dropout = self.attention_dropout if self.training else 0.0
-        window = {"sliding_window": self.sliding_window} if "sliding_window" in vars(self) else {}
+        # What the family hands over beside these, such as a sliding window, by its name here or in the config.
+        more = {name: getattr(self if name in vars(self) else self.config, name, value) for name, value in self.handed}
         result: tuple[Tensor, Tensor | None] = attention(
-            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **window, **kwargs
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **more, **kwargs
         )
         return result
 
@@ -116,11 +120,11 @@ def standard_attention(
     Raises:
         ArgumentError: the module computes something else than `tried`; the message says what differs.
     """
-    reason = _reason(module, tried)
-    if reason is not None:
-        raise ArgumentError("", f"{type(module).__name__} {reason}", _HINT)
+    handed = _handed_or_reason(module, tried)
+    if isinstance(handed, str):
+        raise ArgumentError("", f"{type(module).__name__} {handed}", _HINT)
     attention = take_over(module, behaviour)
-    _bind(attention, type(module))
+    _bind(attention, type(module), handed)
     return attention
 
 
@@ -134,10 +138,11 @@ def with_norms(module: nn.Module, replace_norm: Callable[[str, nn.Module], nn.Mo
     return changed
 
 
-def _bind(attention: StandardAttention, original: type[nn.Module]) -> None:
+def _bind(attention: StandardAttention, original: type[nn.Module], handed: Handed) -> None:
     family = _family(original)
     # Past nn.Module, which would make a child of a kernel that happens to be a module.
-    vars(attention).update(rotate=family["apply_rotary_pos_emb"], eager=family.get("eager_attention_forward"))
+    rotate, eager = family["apply_rotary_pos_emb"], family.get("eager_attention_forward")
+    vars(attention).update(rotate=rotate, eager=eager, handed=handed)
 
 
 def _family(original: type[nn.Module]) -> dict[str, Any]:
@@ -146,8 +151,8 @@ def _family(original: type[nn.Module]) -> dict[str, Any]:
     return names
 
 
-def _reason(module: nn.Module, tried: type[StandardAttention]) -> str | None:
-    """Why a module is not of this kind, None if it is."""
+def _handed_or_reason(module: nn.Module, tried: type[StandardAttention]) -> Handed | str:
+    """What a module hands to the attention function, or why it is not of this kind."""
     children = {name: child for name, child in module._modules.items() if child is not None}
     wanted = {*PROJECTIONS, *NORMS} if NORMS[0] in children else set(PROJECTIONS)
     taken = arguments(module)
@@ -173,38 +178,101 @@ def _reason(module: nn.Module, tried: type[StandardAttention]) -> str | None:
     missing = [name for name in settings if not isinstance(facts.attribute(name), int | float)]
     if missing:
         return f"has no {', '.join(missing)}"
-    eager = vars(module)["config"]._attn_implementation == "eager"
+    config = vars(module)["config"]
     behaviour: Any = tried
-    return _difference(facts, behaviour, eager)
+    return _tried(facts, Settings.of(config), behaviour, config._attn_implementation)
 
 
 @lru_cache(maxsize=256)
-def _difference(facts: Facts, behaviour: Any, eager: bool) -> str | None:
-    """Why `behaviour` differs from the original's code with this attn_implementation; None if it doesn't."""
+def _tried(facts: Facts, settings: Settings, behaviour: Any, implementation: str) -> Handed | str:
+    """What the original hands to the attention function, or how `behaviour` differs from the original's code."""
     with on_cpu():
-        size, length = 8, 4
-        projections = dict(facts.children)
-        shapes: dict[str, Shape] = {
-            f"{name}.weight": (projections[name].shape("weight")[0], size) for name in PROJECTIONS[:3]
-        }
-        shapes["o_proj.weight"] = (size, projections["o_proj"].shape("weight")[1])
-        shapes["o_proj.bias"] = (size,)
-        original = facts.build(shapes)
-        original.config = SimpleNamespace(_attn_implementation="eager" if eager else "sdpa")
-        original.layer_idx = 0
-        ours = take_over(original, behaviour)
-        _bind(ours, facts.kind)
-        angles = random(1, length, int(facts.attribute("head_dim")), seed=1)
-        inputs = {"hidden_states": random(1, length, size, seed=2), "position_embeddings": (angles.cos(), angles.sin())}
-        previous = torch.eye(length).bool() | torch.eye(length).bool().roll(1, 0)
-        # Plain eager code is causal only by its mask, of numbers to add.
-        masks = [torch.zeros(length, length).masked_fill(~previous, -1e9)] if eager else [None, previous]
-        for mask in (one if one is None else one[None, None] for one in masks):
-            try:
-                theirs, *_ = original(**inputs, attention_mask=mask)
-                found, *_ = ours(**inputs, attention_mask=mask)
-            except Exception as error:
-                return failure(error)
-            if differs(found, theirs):
-                return "computes something else than softmax(q k * scaling) v between its projections"
-    return None
+        original, inputs = _probe(facts)
+        try:
+            original.config = settings.build(_attn_implementation=_SPY)
+            handed = _handed(original, inputs, facts.kind)
+            if isinstance(handed, str):
+                return handed
+            if handed is None and implementation not in ("sdpa", "eager"):
+                return f"does not call the attention function {implementation}"
+            eager = implementation == "eager"
+            for training in (False, True):
+                original.train(training)
+                dropout = 0.0 if training else facts.attribute("attention_dropout")
+                # Dropout of attention weights is drawn in another order by another function.
+                original.attention_dropout = dropout
+                original.config = settings.build(
+                    _attn_implementation="eager" if eager else "sdpa", attention_dropout=dropout
+                )
+                ours = take_over(original, behaviour)
+                _bind(ours, facts.kind, handed or ())
+                if _differ(ours, original, inputs, eager):
+                    what = "adds something in training, such as dropout, that would be lost"
+                    return (
+                        what
+                        if training
+                        else "computes something else than softmax(q k * scaling) v" + " between its projections"
+                    )
+        except Exception as error:
+            return failure(error)
+    return handed or ()
+
+
+def _probe(facts: Facts) -> tuple[Any, dict[str, Any]]:
+    """A small attention, and its input. It has no place among the layers: code that differs by it can't be tried."""
+    size, length = 8, 4
+    projections = dict(facts.children)
+    shapes: dict[str, Shape] = {
+        f"{name}.weight": (projections[name].shape("weight")[0], size) for name in PROJECTIONS[:3]
+    }
+    shapes["o_proj.weight"] = (size, projections["o_proj"].shape("weight")[1])
+    shapes["o_proj.bias"] = (size,)
+    angles = random(1, length, int(facts.attribute("head_dim")), seed=1)
+    inputs = {"hidden_states": random(1, length, size, seed=2), "position_embeddings": (angles.cos(), angles.sin())}
+    return facts.build(shapes), inputs
+
+
+def _differ(ours: nn.Module, original: nn.Module, inputs: dict[str, Any], eager: bool) -> bool:
+    length = inputs["hidden_states"].shape[1]
+    previous = torch.eye(length).bool() | torch.eye(length).bool().roll(1, 0)
+    # Plain eager code is causal only by its mask, of numbers to add.
+    masks = [torch.zeros(length, length).masked_fill(~previous, -1e9)] if eager else [None, previous]
+    for mask in (one if one is None else one[None, None] for one in masks):
+        torch.default_generator.manual_seed(0)
+        theirs, *_ = original(**inputs, attention_mask=mask)
+        torch.default_generator.manual_seed(0)
+        found, *_ = ours(**inputs, attention_mask=mask)
+        if differs(found, theirs):
+            return True
+    return False
+
+
+def _handed(original: Any, inputs: dict[str, Any], kind: type[nn.Module]) -> Handed | str | None:
+    """Listen to what is handed to the attention function beside dropout and scaling; None if it isn't called."""
+    heard: list[dict[str, Any]] = []
+
+    def spy(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **named: Any) -> tuple[Tensor, None]:
+        del module, key, value, mask
+        heard.append(named)
+        return query.transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS[_SPY] = spy
+    try:
+        for training in (False, True):
+            torch.default_generator.manual_seed(0)
+            original.train(training)(**inputs, attention_mask=None)
+        if not heard:
+            return None
+        handed = tuple([(name, value) for name, value in heard[0].items() if name not in ("dropout", "scaling")])
+        ours = take_over(original, StandardAttention)
+        for training in (False, True):
+            _bind(ours, kind, handed)
+            ours.train(training)(**inputs, attention_mask=None)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[_SPY]
+    if heard[:2] != heard[2:]:
+        names = sorted(
+            {name for one in heard for name in one if any(one.get(name) != two.get(name) for two in heard[:2])}
+        )
+        return f"hands its attention function {', '.join(names)} in its own way"
+    return handed

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -84,10 +84,50 @@ class Facts:
         return module.eval()
 
 
+@dataclass(frozen=True)
+class Settings:
+    """The plain values of a configuration, and the names of its others, which a probe's code can't ask for."""
+
+    kind: type
+    plain: tuple[tuple[str, type, Any], ...]
+    others: frozenset[str]
+
+    @classmethod
+    def of(cls, config: Any) -> Settings:
+        """Look at a configuration; what is private, such as the attention function, is left out."""
+        values = [(name, value) for name, value in vars(config).items() if not name.startswith("_")]
+        plain = tuple([(name, type(value), value) for name, value in values if type(value) in _PLAIN])
+        return cls(type(config), plain, frozenset([name for name, value in values if type(value) not in _PLAIN]))
+
+    def build(self, **more: Any) -> Any:
+        """Return a configuration with the plain values and these."""
+        return _Config(self, {name: value for name, _, value in self.plain} | more)
+
+
+class _Config(SimpleNamespace):
+    def __init__(self, settings: Settings, values: Mapping[str, Any]) -> None:
+        super().__init__(**values)
+        vars(self)["_settings"] = settings
+
+    def __getattr__(self, name: str) -> Any:
+        settings: Settings = vars(self)["_settings"]
+        other_name = getattr(settings.kind, "attribute_map", {}).get(name)
+        if other_name is not None:
+            return getattr(self, other_name)
+        if name in settings.others or hasattr(settings.kind, name):
+            # No AttributeError, by which getattr would take its default for the real value.
+            raise LookupError(f"reads {name} of its config")
+        raise AttributeError(f"the config has no {name}")
+
+
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Make and compute plain fp32 tensors on the CPU without a graph, whatever a model is being built with."""
+    """Make and compute plain fp32 tensors on the CPU without a graph, whatever a model is being built with.
+
+    What is drawn inside, such as dropout, leaves the numbers drawn afterwards as they would have been.
+    """
     usual, threads = torch.get_default_dtype(), torch.get_num_threads()
+    drawn = torch.default_generator.get_state()
     torch.set_default_dtype(torch.float32)
     # Starting a pool of threads for a few numbers takes longer than planning a model.
     torch.set_num_threads(1)
@@ -95,6 +135,7 @@ def on_cpu() -> Iterator[None]:
         with torch.device("cpu"), torch.no_grad():
             yield
     finally:
+        torch.default_generator.set_state(drawn)
         torch.set_default_dtype(usual)
         torch.set_num_threads(threads)
 

@@ -41,7 +41,7 @@ def swiglu(module: nn.Module, module_fqn: str, context: ReplacementContext) -> n
 
     Raises:
         ArgumentError: the module is no feed-forward of that form (a mixture of experts, one fused projection), or its
-            activation is not SiLU.
+            activation is not SiLU, or it has dropout.
     """
     del module_fqn, context
     name = type(module).__name__
@@ -76,7 +76,13 @@ def _difference(facts: Facts, biases: tuple[bool, ...]) -> str | None:
             theirs = original(inputs)
             if "act_fn" in dict(facts.children) and not is_silu(original.act_fn):
                 return f"activates by {type(original.act_fn).__name__}, not SiLU"
+            if differs(take_over(original, LeanSwiGLU)(inputs), theirs):
+                return "computes something else than down(silu(gate(x)) * up(x))"
+            original.train()
+            torch.default_generator.manual_seed(0)
+            theirs = original(inputs)
+            torch.default_generator.manual_seed(0)
             ours = take_over(original, LeanSwiGLU)(inputs)
         except Exception as error:
             return failure(error)
-    return "computes something else than down(silu(gate(x)) * up(x))" if differs(ours, theirs) else None
+    return "adds something in training, such as dropout, that would be lost" if differs(ours, theirs) else None

@@ -30,6 +30,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **COMMON, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
     "llama_bias": {**FAMILIES["llama"], "attention_bias": True, "mlp_bias": True},
     "llama_dropout": {**FAMILIES["llama"], "attention_dropout": 0.3},
+    "starcoder2": {"model_type": "starcoder2", **COMMON, "sliding_window": 5, "residual_dropout": 0.0},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 8, **COMMON, "attention_dropout": 0.0},
     "olmo2": {"model_type": "olmo2", **COMMON},
     "gemma": {"model_type": "gemma", "head_dim": 8, **COMMON},
     "gemma3_text": {"model_type": "gemma3_text", "head_dim": 8, **COMMON, "sliding_window": 5},

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import DynamicCache, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 from hp_core import ArgumentError
 from hp_plugins.replacements.fused_qkv import FusedQKVAttention, fused_qkv
@@ -34,6 +36,7 @@ ATTENTION = {
     "qwen3_vl_moe": "*language_model*self_attn",
     "mistral": "*self_attn",
     "mixtral": "*self_attn",
+    "starcoder2": "*self_attn",
     "granite": "*self_attn",
     "gemma": "*self_attn",
     "gemma3_text": "*self_attn",
@@ -174,7 +177,6 @@ def test_bfloat16_differs_by_rounding_alone(factory: str) -> None:
 REFUSED = {
     "deepseek_v3": "DeepseekV3Attention is no standard attention: lacks k_proj, q_proj, v_proj; has kv_a_layernorm",
     "gpt_oss": "GptOssAttention holds sinks beside its projections",
-    "gemma2": "Gemma2Attention computes something else than softmax",
     "olmo2": "Olmo2Attention can't be tried out on its own",
     "qwen3_next": "Qwen3NextAttention can't be tried out on its own",
     "smollm3": "SmolLM3Attention computes something else",
@@ -187,6 +189,79 @@ def test_other_attention_is_refused(family: str, factory: str) -> None:
     with pytest.raises(ArgumentError, match=REFUSED[family]) as caught:
         swapped(model_of(family, attn="eager"), FACTORIES[factory][0], "*attn")
     assert caught.value.hint == "narrow match to attention modules with q_proj, k_proj, v_proj and o_proj"
+
+
+def test_a_soft_cap_stays_with_the_attention_function_of_the_model() -> None:
+    with pytest.raises(ArgumentError, match="Gemma2Attention computes something else than softmax"):
+        pair("gemma2", "sdpa_attention", attn="eager")
+    assert_same(*pair("gemma2", "fused_qkv", attn="eager", attn_logit_softcapping=0.5))
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+@pytest.mark.parametrize(("family", "settings"), [("seed_oss", {}), ("starcoder2", {"residual_dropout": 0.1})])
+def test_dropout_after_the_projection_is_refused_unless_it_is_zero(
+    factory: str, family: str, settings: dict[str, float]
+) -> None:
+    for attn in ("sdpa", "eager"):
+        with pytest.raises(ArgumentError, match="adds something in training, such as dropout, that would be lost"):
+            pair(family, factory, attn=attn, **settings)
+    assert_same(*pair(family, factory, residual_dropout=0.0))
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_a_rate_that_only_the_config_holds_is_found(factory: str) -> None:
+    class Dropping(LlamaAttention):
+        def forward(
+            self,
+            hidden_states: Any,
+            position_embeddings: Any = None,
+            attention_mask: Any = None,
+            cache: Any = None,
+            **kwargs: Any,
+        ) -> Any:
+            assert apply_rotary_pos_emb is not None
+            states = hidden_states, position_embeddings, attention_mask, cache
+            output, weights = super().forward(*states, **kwargs)
+            rate = getattr(self.config, "hidden_rate", 0.0)
+            return nn.functional.dropout(output, p=rate, training=self.training), weights
+
+    attention = copy.deepcopy(model_of("llama").model.layers[0].self_attn)
+    attention.__class__ = Dropping
+    build = FACTORIES[factory][0]
+    build(module=attention, module_fqn="a", context=CONTEXT)
+    attention.config.hidden_rate = 0.2
+    with pytest.raises(ArgumentError, match="such as dropout"):
+        build(module=attention, module_fqn="a", context=CONTEXT)
+    attention.config.hidden_rate = [0.2]
+    with pytest.raises(ArgumentError, match="LookupError: reads hidden_rate of its config"):
+        build(module=attention, module_fqn="a", context=CONTEXT)
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "starcoder2", "qwen3", "llama", "qwen2"])
+def test_fused_qkv_hands_any_attention_function_what_the_original_does(family: str) -> None:
+    heard: list[dict[str, Any]] = []
+
+    def spy(module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any) -> Any:
+        heard.append({name: one for name, one in named.items() if not isinstance(one, torch.Tensor)})
+        return query.transpose(1, 2), None
+
+    def handed(model: Any) -> list[dict[str, Any]]:
+        heard.clear()
+        for training in (True, False):
+            model.train(training)(IDS, use_cache=False)
+        return heard.copy()
+
+    ALL_ATTENTION_FUNCTIONS["flash_attention_spy"] = spy
+    try:
+        plain = model_of(family, attention_dropout=0.3)
+        plain.config._attn_implementation_internal = "flash_attention_spy"
+        wanted = handed(plain)
+        assert handed(swapped(plain, fused_qkv, "*self_attn")) == wanted
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["flash_attention_spy"]
+    assert [one["dropout"] for one in wanted] == [0.3, 0.3, 0.0, 0.0]
+    windowed = family in ("mistral", "mixtral", "starcoder2", "qwen2")
+    assert any(one.get("sliding_window") for one in wanted) == windowed
 
 
 @pytest.mark.parametrize("factory", FACTORIES)

@@ -107,6 +107,7 @@ REFUSED = {
     "deepseek_v3": ("*.layers.1.mlp", "DeepseekV3MoE is no SwiGLU feed-forward"),
     "mixtral": ("*.experts", "MixtralExperts is no SwiGLU feed-forward"),
     "qwen3": ("*.self_attn", "Qwen3Attention is no SwiGLU feed-forward"),
+    "seed_oss": ("*.mlp", "SeedOssMLP adds something in training, such as dropout, that would be lost"),
     "qwen3_vl": ("*visual*.mlp", "Qwen3VLVisionMLP is no SwiGLU feed-forward: it holds linear_fc1, linear_fc2, act_fn"),
 }
 
@@ -139,6 +140,19 @@ def test_a_feed_forward_that_does_something_else_is_refused() -> None:
         replaced(Scaled(config))
     with pytest.raises(ArgumentError, match=r"another forward: \(x, gate\)"):
         replaced(Gated(config))
+
+
+def test_dropout_of_zero_is_none_and_trying_it_draws_nothing() -> None:
+    plain = model_of("seed_oss", residual_dropout=0.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = swapped(plain, swiglu, "*.mlp")
+        with pytest.raises(ArgumentError, match="dropout"):
+            swapped(model_of("seed_oss", residual_dropout=0.3), swiglu, "*.mlp")
+        drawn = torch.rand(3)
+        torch.manual_seed(5)
+        assert torch.equal(drawn, torch.rand(3))
+    assert torch.equal(forward_backward(model)[0], forward_backward(plain)[0])
 
 
 def test_copies_pickles_and_generation() -> None:
