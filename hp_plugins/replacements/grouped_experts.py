@@ -48,15 +48,21 @@ class GroupedExperts(Behaviour):
     act_fn: nn.Module
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """(T, size) tokens, (T, K) experts below E and their weights to (T, size), in the dtype of the tokens."""
+        """(T, size) tokens, (T, K) experts and their weights to (T, size), in the dtype of the tokens.
+
+        An index of E or more, by which the expert-parallel router of transformers says that the expert is elsewhere,
+        adds nothing.
+        """
+        last = self.down_proj.shape[0] - 1
         experts, order = top_k_index.flatten().sort(stable=True)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         # Where each expert's rows end. Nothing here waits for the device.
-        every = torch.arange(self.down_proj.shape[0], device=experts.device)
-        ends = torch.searchsorted(experts, every, right=True, out_int32=True)
+        every = torch.arange(last + 1, device=experts.device)
+        # A row in no group would be left uninitialised, so those of experts elsewhere go to the last, with no weight.
+        ends = torch.searchsorted(experts.clamp(max=last), every, right=True, out_int32=True)
         places = order, back, top_k_index.shape[1]
         rows = _dispatch(hidden_states.to(self.gate_up_proj.dtype), *places)
-        scale = top_k_weights.flatten()[order].unsqueeze(-1)
+        scale = top_k_weights.flatten()[order].masked_fill(experts > last, 0).unsqueeze(-1)
         gate, up = _product(rows, self._in_out(self.gate_up_proj), ends).chunk(2, dim=-1)
         hidden = scaled_swiglu(gate, up, scale) if self.layout.silu else self._scaled_gate(gate, up, scale)
         return _combine(_product(hidden, self._in_out(self.down_proj), ends), *places).to(hidden_states.dtype)

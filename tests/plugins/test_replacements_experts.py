@@ -77,6 +77,25 @@ def run(module: Any, states: Any, index: Any, weights: Any) -> list[torch.Tensor
     return [output.detach(), *torch.autograd.grad((output * scale).sum(), wanted)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", [Qwen3MoeExperts, AriaExperts])
+def test_an_expert_that_is_elsewhere_adds_nothing(kind: Any, dtype: torch.dtype) -> None:
+    module = experts_of(kind, dtype=dtype)
+    states, index, weights = routing(40, 6, dtype=dtype)
+    index[::3, 0] = 6
+    index[4:8] = 6
+    found, wanted = run(replaced(module), states, index, weights), run(module, states, index, weights)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
+    for one, other in zip(found, wanted, strict=True):
+        assert_near(one, other, tolerance)
+    output, to_states, to_weights, *_ = found
+    assert not output[4:8].any()
+    assert not to_states[4:8].any()
+    assert not to_weights[index == 6].any()
+    nothing = run(replaced(module), states, torch.full_like(index, 6), weights)
+    assert not any(one.any() for one in nothing)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_logits_and_gradients_are_the_originals(family: str, implementation: str) -> None:
