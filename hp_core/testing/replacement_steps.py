@@ -21,7 +21,7 @@ from hp_core.model.build import finish_model
 from hp_core.model.export import original_tensors
 from hp_core.model.load import weight_files
 from hp_core.model.replacement.contract import ReplacementContext, transforms_of
-from hp_core.model.replacement.replacer import ModuleReplacer, parallel_sizes
+from hp_core.model.replacement.replacer import ModuleReplacer, context_of, layer_index_of, parallel_sizes
 from hp_core.model.replacement.transforms import names_of
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.testing.checks import whole
@@ -81,17 +81,10 @@ class ReplacementCase:
         files = None if self.family in _READ_WHOLE_ONLY else self.files
         return self.build(setup, replaced=replaced, files=files)[0]
 
-    def context(self, model: PreTrainedModel, setup: DistributedSetup) -> ReplacementContext:
-        """What the factory is told, besides the module."""
-        return ReplacementContext(
-            layer_index=None,
-            model_config=model.config,
-            sizes=parallel_sizes(setup),
-            mesh=setup.mesh,
-            device=setup.device,
-            dtype=torch.float32,
-            target=self.target,
-        )
+    def context(self, model: PreTrainedModel, fqn: str, setup: DistributedSetup) -> ReplacementContext:
+        """What the engine tells the factory about the module of this name."""
+        context = context_of(model, parallel_sizes(setup), setup)
+        return dataclasses.replace(context, layer_index=layer_index_of(fqn), target=self.target)
 
 
 def _call_factory(module: nn.Module, module_fqn: str, context: ReplacementContext) -> Any:
@@ -140,10 +133,14 @@ class Numbers:
     step: Step
 
 
-def numbers_of(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], setup: DistributedSetup) -> Numbers:
-    """The logits of this rank's rows, and a step of the engine with the model's own loss."""
+def numbers_of(
+    model: PreTrainedModel, batch: Mapping[str, torch.Tensor], setup: DistributedSetup, *, seed: int
+) -> Numbers:
+    """The logits of this rank's rows, and a step of the engine with the model's own loss, each from the seed."""
+    torch.manual_seed(seed)
     with torch.no_grad():
         logits = model(**batch, shift_labels=batch["labels"], use_cache=False).logits
+    torch.manual_seed(seed)
     return Numbers(logits, step_of(model, batch, setup))
 
 

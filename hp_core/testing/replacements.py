@@ -32,6 +32,7 @@ from hp_core.testing.checks import (
 )
 from hp_core.testing.loss_steps import Step
 from hp_core.testing.models import take_rows, tiny_batch, tiny_config, tiny_skeleton
+from hp_core.testing.replacement_plain import Plain, halved
 from hp_core.testing.replacement_steps import (
     ReplacementCase,
     checkpoint_of,
@@ -41,7 +42,6 @@ from hp_core.testing.replacement_steps import (
     junk_in_memory,
     logits_of,
     note_dtypes,
-    numbers_of,
     reloaded,
     state_of,
     step_of,
@@ -50,6 +50,8 @@ from hp_core.testing.setups import tiny_setup
 
 # What one and several processes may differ by: sums over ranks run in another order.
 _ORDER = 1e-5
+# A few times the rounding of bf16: sums and roundings may come in another order, formulas may not differ.
+_HALF = 8 * 2**-7
 
 
 def replacement_checks(
@@ -100,8 +102,8 @@ class ReplacementChecks:
         promises: dict[str, tuple[str, Callable[[], None]]] = {
             "replaces": ("every module that matches is replaced, and called", partial(check_replaces, self.case)),
             "same_numbers": (
-                "logits, loss and all gradients are the original's",
-                partial(check_same_numbers, self.case),
+                "logits, loss and all gradients are the original's, in training, packed and padded too",
+                lambda: check_same_numbers(self.case, self._plain),
             ),
             "same_state": (
                 "names, shapes, dtypes, requires_grad, ties and values of weights and buffers are the original's",
@@ -112,8 +114,8 @@ class ReplacementChecks:
                 partial(check_meta_build, self.case),
             ),
             "half_precision": (
-                "in bf16 it gives what the original gives: the same dtypes, and finite numbers",
-                partial(check_half_precision, self.case),
+                "in bf16 it gives what the original gives: the same dtypes, and the same numbers up to rounding",
+                lambda: check_half_precision(self.case, self._plain),
             ),
             "export": (
                 "plain transformers loads an exported model, with the original's logits",
@@ -121,14 +123,26 @@ class ReplacementChecks:
             ),
             "second_model_untouched": (
                 "classes, modules and other models are as before",
-                partial(check_second_model_untouched, self.case),
+                lambda: check_second_model_untouched(self.case, self._plain),
             ),
             "refusals": ("it refuses what it can't replace", partial(check_refusals, self.case)),
             "two_ranks": ("loss and gradients under FSDP2 on two ranks are the original's", self.check_two_ranks),
             "sharded_export": ("a model sharded over two ranks is exported whole", self.check_sharded_export),
         }
         subject = name_of(self.case.factory)
-        return [Check(name, subject, promise, function) for name, (promise, function) in promises.items()]
+        return [
+            Check(name, subject, promise, partial(self._run, function))
+            for name, (promise, function) in promises.items()
+        ]
+
+    def _run(self, function: Callable[[], None]) -> None:
+        """Whichever check comes first: what is compared with must be from before the factory's first call."""
+        _ = self._plain
+        function()
+
+    @cached_property
+    def _plain(self) -> Plain:
+        return Plain.of(self.case)
 
     @cached_property
     def _two_ranks(self) -> _OnRanks:
@@ -191,19 +205,17 @@ def check_replaces(case: ReplacementCase) -> None:
         )
 
 
-def check_same_numbers(case: ReplacementCase) -> None:
+def check_same_numbers(case: ReplacementCase, original: Plain) -> None:
     """From the same checkpoint, whose norms and biases are no ones and zeros."""
     with tiny_setup() as setup, checkpoint_of(case.family) as files:
-        batch = tiny_batch(case.family)
-        plain, _ = case.build(setup, replaced=False, files=files)
         model, _ = case.build(setup, files=files)
-        found, wanted = numbers_of(model, batch, setup), numbers_of(plain, batch, setup)
-        allowed = _scaled(case.tolerance, {"": wanted.logits})
         hint = "the formula differs from the original's, or the tolerance is too small for its rounding"
-        require_close(
-            {"logits": found.logits}, {"logits": wanted.logits}, allowed, "with the replacement the value", hint
-        )
-        _compare(found.step, wanted.step, case.tolerance, "with the replacement")
+        for mode, wanted in original.numbers:
+            found = mode.numbers(model, setup)
+            allowed = _scaled(case.tolerance, {"": wanted.logits})
+            how = f"with the replacement{mode.how}"
+            require_close({"logits": found.logits}, {"logits": wanted.logits}, allowed, f"{how} the value", hint)
+            _compare(found.step, wanted.step, case.tolerance, how)
 
 
 def check_same_state(case: ReplacementCase) -> None:
@@ -229,8 +241,8 @@ def check_meta_build(case: ReplacementCase) -> None:
             model, names = case.build(setup)
         plain, _ = case.build(setup, replaced=False)
         require_equal(original_tensors(model), original_tensors(plain), "of the initial weights", _META_HINT)
-        context = case.context(plain, setup)
         for name in names:
+            context = case.context(plain, name, setup)
             direct = case.target.build(module=plain.get_submodule(name), module_fqn=name, context=context)
             built = model.get_submodule(name)
             wanted = {f"{name}.{key}": value for key, value in direct.named_buffers()}
@@ -238,7 +250,7 @@ def check_meta_build(case: ReplacementCase) -> None:
             require_equal(found, wanted, "of the buffers", _META_HINT)
 
 
-def check_half_precision(case: ReplacementCase) -> None:
+def check_half_precision(case: ReplacementCase, original: Plain) -> None:
     """The dtypes that leave each replaced module, in a model of bf16 weights."""
     with tiny_setup() as setup, checkpoint_of(case.family) as files:
         found: list[dict[str, list[torch.dtype]]] = []
@@ -250,12 +262,17 @@ def check_half_precision(case: ReplacementCase) -> None:
             for name in names:
                 hook = partial(note_dtypes, dtypes, name)
                 model.get_submodule(name).register_forward_hook(hook)
-            logits = logits_of(model, _halved(tiny_batch(case.family)))
+            logits = logits_of(model, halved(tiny_batch(case.family)))
             require(bool(logits.isfinite().all()), "the logits are not finite")
             found.append(dtypes)
+            if is_replaced:
+                own_logits = logits
         hint = "compute in fp32 where it is needed, and give back the dtype that came in"
         plain, own = found
         require_equal(own, {name: plain[name] for name in own}, "the dtypes that it gives back", hint)
+        hint = "the formula differs from the original's where the weights are bf16"
+        allowed = max(case.tolerance, _HALF)
+        require_close({"logits": own_logits}, {"logits": original.halved}, allowed, "in bf16 the value", hint)
 
 
 def check_export(case: ReplacementCase) -> None:
@@ -282,17 +299,15 @@ def check_export(case: ReplacementCase) -> None:
         require_close({"logits": found}, {"logits": wanted}, allowed, "in the reloaded model the value", _EXPORT_HINT)
 
 
-def check_second_model_untouched(case: ReplacementCase) -> None:
+def check_second_model_untouched(case: ReplacementCase, original: Plain) -> None:
     """Look at the classes of the model and at the modules they are defined in."""
     with tiny_setup() as setup, checkpoint_of(case.family) as files:
         batch = tiny_batch(case.family)
-        first = reloaded(files)
-        wanted = logits_of(first, batch)
-        before = definitions_of(first)
+        first, wanted = original.model, original.logits
         model, names = case.build(setup, files=files)
         step_of(model, batch, setup)
         after = definitions_of(first)
-        for where, value in before.items():
+        for where, value in original.definitions.items():
             require(after.get(where) is value, f"it replaces {where} for every model; change this instance alone")
         second, _ = case.build(setup, replaced=False, files=files)
         for name in names:
@@ -305,11 +320,12 @@ def check_second_model_untouched(case: ReplacementCase) -> None:
 def check_refusals(case: ReplacementCase) -> None:
     """Call the factory with each module that it must refuse."""
     with tiny_setup() as setup, torch.device("meta"):
-        context = case.context(tiny_skeleton(case.family), setup)
+        fqn = "model.layers.0.refused"
+        context = case.context(tiny_skeleton(case.family), fqn, setup)
         for module in case.refuses:
             kind = type(module).__name__
             try:
-                case.factory(module=module, module_fqn="model.refused", context=context, **case.arguments)
+                case.factory(module=module, module_fqn=fqn, context=context, **case.arguments)
             except ArgumentError:
                 continue
             except Exception as error:
@@ -323,10 +339,9 @@ _META_HINT = "fill its own buffers in reset_buffers(), with what its constructor
 
 def _steps_on_ranks(setup: DistributedSetup, case: ReplacementCase) -> tuple[Step, Step]:
     own = take_rows(tiny_batch(case.family), 2 * setup.rank, 2 * setup.rank + 2)
-    steps = []
-    for is_replaced in (True, False):
-        steps.append(step_of(case.on_ranks(setup, replaced=is_replaced), own, setup))
-    return steps[0], steps[1]
+    # The plain one first, before a factory can change what both are made of.
+    plain, replaced = (step_of(case.on_ranks(setup, replaced=one), own, setup) for one in (False, True))
+    return replaced, plain
 
 
 def _export_on_ranks(setup: DistributedSetup, case: ReplacementCase) -> None:
@@ -348,7 +363,3 @@ def _compare(found: Step, wanted: Step, tolerance: float, how: str) -> None:
 def _scaled(tolerance: float, wanted: Mapping[str, torch.Tensor]) -> float:
     """A tolerance relative to the largest value, that is absolute where all are below one."""
     return tolerance / min(1.0, max(largest(wanted), 1e-30))
-
-
-def _halved(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.bfloat16() if value.is_floating_point() else value for name, value in batch.items()}

@@ -75,6 +75,24 @@ def fused_mlp(module: nn.Module, module_fqn: str, context: ReplacementContext) -
     return FusedMLP(module)
 
 
+class KnowsItsLayer(Norm):
+    """Keeps every promise with numbers that it takes from the context."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, layer: int, layers: int) -> None:
+        super().__init__(weight, eps)
+        self.share = (layer + 1) / layers
+        self.register_buffer("depth", torch.tensor(self.share), persistent=False)
+
+    def reset_buffers(self) -> None:
+        self.depth.fill_(self.share)
+
+
+@module_replacement
+def knows_its_layer(module: nn.Module, module_fqn: str, context: ReplacementContext) -> nn.Module:
+    layers = context.model_config.num_hidden_layers
+    return KnowsItsLayer(module.weight, module.variance_epsilon, context.layer_index, layers)
+
+
 # replaces
 
 
@@ -139,6 +157,21 @@ class WrongBackward(Norm):
 @module_replacement
 def wrong_backward(module: nn.Module, module_fqn: str, context: ReplacementContext) -> nn.Module:
     return replacing_norms_by(WrongBackward, module)
+
+
+class HalvesInTraining(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = module.gate_proj, module.up_proj, module.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return found / 2 if self.training else found
+
+
+@module_replacement
+def halves_in_training(module: nn.Module, module_fqn: str, context: ReplacementContext) -> nn.Module:
+    return HalvesInTraining(module)
 
 
 # same_state
@@ -230,6 +263,17 @@ def overflows_in_half(module: nn.Module, module_fqn: str, context: ReplacementCo
     return replacing_norms_by(OverflowsInHalf, module)
 
 
+class ShrinksInHalf(Norm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        found = super().forward(hidden_states)
+        return found if found.dtype == torch.float32 else found * 0.1
+
+
+@module_replacement
+def shrinks_in_half(module: nn.Module, module_fqn: str, context: ReplacementContext) -> nn.Module:
+    return replacing_norms_by(ShrinksInHalf, module)
+
+
 # export
 
 
@@ -271,12 +315,14 @@ def prepacks(module: nn.Module, module_fqn: str, context: ReplacementContext) ->
 # second_model_untouched
 
 
+def patched_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
 @module_replacement
 def patches_class(module: nn.Module, module_fqn: str, context: ReplacementContext) -> nn.Module:
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
-
-    type(module).forward = forward
+    """Every time in the same way, so that a second call changes nothing."""
+    type(module).forward = patched_forward
     return replacing_norms_by(Norm, module)
 
 

@@ -36,6 +36,11 @@ def test_it_keeps_them_in_another_family(check: Check) -> None:
     check()
 
 
+@replacement_checks(broken.knows_its_layer, match="*layers*norm", skip={"refusals": "it takes any norm"})
+def test_one_that_reads_the_context_keeps_every_promise(check: Check) -> None:
+    check()
+
+
 @replacement_checks(broken.fused_mlp, family="llama_tied", match="*.mlp", skip={"refusals": "it takes any MLP"})
 def test_one_that_changes_the_layout_keeps_every_promise(check: Check) -> None:
     check()
@@ -45,15 +50,32 @@ def test_one_that_changes_the_layout_keeps_every_promise(check: Check) -> None:
 NORMS, MLPS = ("*norm",), ("*.mlp",)
 CAUGHT = [
     (broken.bypasses_hooks, NORMS, ["replaces"], "the model never calls model.layers.0.input_layernorm"),
-    (broken.ignores_weight, NORMS, ["same_numbers", "export"], "with the replacement the value of logits is off by"),
+    (
+        broken.ignores_weight,
+        NORMS,
+        ["same_numbers", "half_precision", "export"],
+        "with the replacement the value of logits is off by",
+    ),
     (broken.other_epsilon, NORMS, ["same_numbers", "export"], "the tolerance is too small for its rounding"),
     (broken.detaches_weight, NORMS, ["same_numbers"], "only one side has ['model.layers.0.input_layernorm.weight'"),
     (broken.wrong_backward, NORMS, ["same_numbers"], "with the replacement the gradient of"),
-    (broken.writes_weight, NORMS, ["same_state"], "after a forward and a backward pass: model.layers.0.input_layer"),
-    (broken.freezes, NORMS, ["same_state"], "requires_grad of model.layers.0.input_layernorm.weight is False instead"),
+    (broken.halves_in_training, MLPS, ["same_numbers"], "with the replacement in training mode the value of logits"),
+    (
+        broken.writes_weight,
+        NORMS,
+        ["same_state", "same_numbers"],
+        "after a forward and a backward pass: model.layers.0.input_layer",
+    ),
+    (
+        broken.freezes,
+        NORMS,
+        ["same_state", "same_numbers"],
+        "requires_grad of model.layers.0.input_layernorm.weight is False instead",
+    ),
     (broken.leaves_junk, MLPS, ["meta_build"], "of the buffers: model.layers.0.mlp.scale is off by up to nan"),
     (broken.stays_in_fp32, NORMS, ["half_precision"], "it raises RuntimeError: expected m1 and m2 to have the same"),
     (broken.overflows_in_half, NORMS, ["half_precision"], "the logits are not finite"),
+    (broken.shrinks_in_half, NORMS, ["half_precision"], "in bf16 the value of logits is off by"),
     (broken.remembers_originals, MLPS, ["export"], "in the reloaded model the value of logits is off by"),
     (broken.prepacks, NORMS, ["export", "same_state", "same_numbers"], "whenever they are read"),
     (broken.patches_class, NORMS, ["second_model_untouched"], "modeling_llama.LlamaRMSNorm.forward for every model"),

@@ -102,7 +102,7 @@ class ModuleReplacer:
         self, model: nn.Module, claims: Sequence[Claim], sizes: Mapping[str, int], setup: DistributedSetup
     ) -> tuple[Replaced, ...]:
         findings = _Findings()
-        context = _context(model, sizes, setup)
+        context = context_of(model, sizes, setup)
         before = {id(one): Structure.of(one.module) for one in claims}
         built: list[Replaced] = []
         with _on(_device_of(model), context.dtype):
@@ -123,7 +123,7 @@ class ModuleReplacer:
         target = one.rule.override.replace_module
         assert target is not None
         # `dataclasses.replace` takes longer than the rest of this method, for each of hundreds of modules.
-        context = ReplacementContext(**{**vars(context), "layer_index": _layer_index(one.fqn), "target": target})
+        context = ReplacementContext(**{**vars(context), "layer_index": layer_index_of(one.fqn), "target": target})
         try:
             made = self.replace_module(module=one.module, module_fqn=one.fqn, context=context)
         except ArgumentError as error:
@@ -280,7 +280,8 @@ def _shared_parameters(model: nn.Module) -> frozenset[int]:
     return frozenset(shared)
 
 
-def _context(model: nn.Module, sizes: Mapping[str, int], setup: DistributedSetup) -> ReplacementContext:
+def context_of(model: nn.Module, sizes: Mapping[str, int], setup: DistributedSetup) -> ReplacementContext:
+    """Return what factories are told about the model and the run, without what is true of one module only."""
     dtypes = (one.dtype for one in model.parameters() if one.is_floating_point())
     return ReplacementContext(
         layer_index=None,
@@ -292,7 +293,8 @@ def _context(model: nn.Module, sizes: Mapping[str, int], setup: DistributedSetup
     )
 
 
-def _layer_index(fqn: str) -> int | None:
+def layer_index_of(fqn: str) -> int | None:
+    """Return the first number in a module's name."""
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", fqn)
     return int(number.group(1)) if number else None
 
