@@ -229,7 +229,7 @@ def check_gradients(case: LossCase) -> None:
         model, batch = case.model(torch.float64), case.batch()
         # Bound before any weight is moved, as in a run, and one for each call, since a loss may remember.
         trainable = sum(parameter.requires_grad for parameter in model.parameters())
-        losses = iter([case.bound(model, setup) for _ in range(1 + 2 * trainable)])
+        losses = iter([_in_float64(case.bound(model, setup)) for _ in range(1 + 2 * trainable)])
         columns = columns_of(case.build())
         generator = torch.Generator().manual_seed(0)
 
@@ -254,6 +254,15 @@ def check_gradients(case: LossCase) -> None:
         hint = "a part of the loss is detached, or a backward of its own is wrong"
         require(max(float(one.abs()) for one in measured.values()) > 0, f"the loss doesn't depend on the model; {hint}")
         require_close(told, measured, 1e-5, "the derivative along a direction", hint)
+
+
+def _in_float64(loss_fn: nn.Module) -> nn.Module:
+    """Weights of classes and the like meet logits of float64."""
+    for module in loss_fn.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.double()
+    return loss_fn
 
 
 @torch.no_grad()

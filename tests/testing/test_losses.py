@@ -37,6 +37,11 @@ def test_a_dict_with_a_column_keeps_every_promise(check: Check) -> None:
     check()
 
 
+@loss_checks(broken.ClassWeighted)
+def test_a_loss_with_a_weight_for_each_class_keeps_every_promise(check: Check) -> None:
+    check()
+
+
 # The loss, the checks that catch it, and a part of what the first of them says.
 CAUGHT = [
     (
