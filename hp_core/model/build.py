@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hp_core.errors import ArgumentError
 from hp_core.model.config import model_config
 from hp_core.model.initialize import initialize_weights
 from hp_core.model.load import load_weights, weight_files
@@ -41,13 +42,7 @@ def build_causal_lm(
         pretrained=pretrained, revision=revision, values=config, trust_remote_code=trust_remote_code
     )
     files = weight_files(pretrained, revision) if pretrained is not None else []
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            settings,
-            attn_implementation=attn_implementation,
-            dtype=DTYPES[dtype],
-            trust_remote_code=trust_remote_code,
-        )
+    model = _skeleton(settings, attn_implementation, DTYPES[dtype], trust_remote_code)
     finish_model(model, setup, files if pretrained is not None else None)
     return model
 
@@ -79,3 +74,19 @@ def finish_model(
             load_weights(model, list(files), dtype=model.dtype)
     model.to(setup.device)  # type: ignore[arg-type]
     model.train()
+
+
+def _skeleton(
+    settings: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                settings, attn_implementation=attn_implementation, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+    except ValueError as error:
+        if "attention" not in str(error):
+            raise
+        message = f"this family of models does not support {attn_implementation!r}"
+        raise ArgumentError("attn_implementation", message, "write attn_implementation: eager") from error
+    return model

@@ -34,6 +34,7 @@ from hp_core.testing.loss_steps import (
     micro_batches,
     model_inputs_of,
 )
+from hp_core.testing.loss_targets import check_every_target_counts
 from hp_core.testing.models import other_text, take_rows
 from hp_core.testing.setups import tiny_setup
 from hp_core.testing.watch import contents, copied, stored, untouched
@@ -94,6 +95,10 @@ class LossChecks:
             "labels_shifted_once": (
                 "labels[t] is the target of position t already",
                 partial(check_labels_shifted_once, self.case),
+            ),
+            "every_target_counts": (
+                "another target, at any position, is another loss, and so is another column",
+                partial(check_every_target_counts, self.case),
             ),
             "gradients": ("the gradient is the derivative", partial(check_gradients, self.case)),
             "inputs_untouched": ("what the loss is given stays as it is", partial(check_inputs_untouched, self.case)),
@@ -165,6 +170,8 @@ def check_model_hooks(case: LossCase) -> None:
             except Exception as error:
                 text = f"the model can't be called with what prepare_model_inputs returns: {described(error)}"
                 require(False, text)
+            kept = "position_ids" in prepared or "position_ids" not in one.model_inputs
+            require(kept, "prepare_model_inputs drops 'position_ids', which tell packed documents apart")
             require_equal(contents(model), before, "after prepare_model_inputs the model", "it may only look")
 
 

@@ -276,6 +276,24 @@ def check_learning_rate(case: OptimizerCase) -> None:
     take_steps(model, optimizer, (1, 2))
     hint = 'read group["lr"] in step(), and scale weight decay by it too'
     require_unmoved(model, before, "with a learning rate of zero, steps move", hint)
+    for still in range(len(optimizer.param_groups)):
+        _one_group_stands_still(case, still)
+
+
+def _one_group_stands_still(case: OptimizerCase, still: int) -> None:
+    """Each group has a rate of its own: one that reads the first group's for all moves what should stand still."""
+    model = case.model()
+    optimizer = case.build(model)
+    group = optimizer.param_groups[still]
+    group["lr"] = 0.0
+    held = {id(parameter) for parameter in group["params"]}
+    named = {name: one for name, one in model.named_parameters() if id(one) in held}
+    before = {name: one.detach().clone() for name, one in named.items()}
+    take_steps(model, optimizer, (1, 2))
+    for name, one in named.items():
+        moved = not torch.equal(one.detach(), before[name])
+        text = f"with a learning rate of zero in its own group, {still}, steps move {name}"
+        require(not moved, f"{text}; read the lr of each group in step()")
 
 
 def check_no_hidden_step(case: OptimizerCase) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -172,14 +173,31 @@ def _read_only(given: Mapping[str, Any]) -> _ReadOnly:
         plain["run.state"] = run.state.as_dict()
         plain["run.metrics"] = dict(run.metrics)
         if run.model is not None:
-            named = run.model.named_parameters()
-            plain |= {f"the weight {name} of run.model": _digest(parameter) for name, parameter in named}
+            plain |= _facts_of_model("run.model", run.model)
+        if run.optimizer is not None:
+            rates = [(group["lr"], group.get("weight_decay")) for group in run.optimizer.param_groups]
+            plain["the rates of run.optimizer"] = rates
+            plain["the state of run.optimizer"] = len(run.optimizer.state)
+        plain["the random numbers of the run"] = torch.get_rng_state().numpy().tobytes()
+    model = given.get("model")
+    if isinstance(model, nn.Module):
+        plain |= _facts_of_model("model", model)
     return _ReadOnly(entries, plain)
 
 
-def _digest(tensor: torch.Tensor) -> tuple[float, float]:
-    values = tensor.detach().double()
-    return float(values.sum()), float(values.square().sum())
+def _facts_of_model(name: str, model: nn.Module) -> dict[str, Any]:
+    named = dict(model.named_parameters())
+    return {
+        **{f"the weight {fqn} of {name}": _digest(parameter) for fqn, parameter in named.items()},
+        f"requires_grad in {name}": [parameter.requires_grad for parameter in named.values()],
+        f"the training mode of {name}": model.training,
+    }
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    # Bit for bit: sums don't see two rows that change places.
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def argument_faults(hook: Hook, given: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hp_core.config import Recipe
+from hp_core.config import Recipe, TrainerConfig
 from hp_core.config.render import resolved_yaml
 from hp_core.errors import HpError, InputError
 from hp_core.model.replacement.replacer import ModuleReplacer
@@ -71,7 +71,7 @@ def _train(
         replacer = ModuleReplacer(config.plan_overrides, plugins.hook.replace_module)
         setup = dataclasses.replace(setup, replacer=replacer)
         components = [target.component for target in config.targets() if target.component is not None]
-        facts = provenance(plugins, components)
+        facts = {**provenance(plugins, components), "targets": _import_paths(config)}
         require_same_everywhere("recipes", digest(config), setup)
         require_same_everywhere("plugins and their versions", sorted(_names(facts)), setup)
         directory = _directory(recipe, setup, overwrite)
@@ -193,10 +193,17 @@ def _check_plugins_of_checkpoint(directory: RunDirectory, facts: Mapping[str, An
         )
 
 
+def _import_paths(config: TrainerConfig) -> list[dict[str, str]]:
+    """The components that the recipe names by `_target_`, which have no package and version to compare."""
+    named = {(one.group, one.import_path) for one in config.targets() if one.import_path is not None}
+    return [{"group": group, "import_path": path} for group, path in sorted(named)]
+
+
 def _names(facts: Mapping[str, Any]) -> set[str]:
     def owner(one: Mapping[str, Any]) -> str:
         # A one-file plugin belongs to no distribution; where it lies may differ between machines, its text may not.
         return f"{one['distribution']} {one['version']}" if one["distribution"] else f"sha256 {one['sha256']}"
 
     plugins = {f"plugin {one['name']} ({owner(one)})" for one in facts["plugins"]}
+    plugins |= {f"{one['group']} {one['import_path']}" for one in facts.get("targets", ())}
     return plugins | {f"{one['group']} {one['name']} ({owner(one)})" for one in facts["components"]}

@@ -185,3 +185,13 @@ def _weights(run: Path) -> dict[str, torch.Tensor]:
         warnings.simplefilter("ignore")  # it says that it loads in a single process
         dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     return tensors
+
+
+def test_other_import_paths_than_before_are_told_on_resume(tmp_path: Path) -> None:
+    path = recipe(tmp_path, extra=NORMS)
+    train(path, "--training.stop_after=3", out=tmp_path / "run")
+    other = recipe(tmp_path, extra=NORMS.replace(f"{FACTORIES}.norm", f"{FACTORIES}.ClassNorm"))
+    done = hp_train_here(str(other), "--checkpoint.resume=latest")
+    assert done.returncode == 2
+    assert f"hp.module_replacements {FACTORIES}.norm is gone" in done.stderr
+    assert f"hp.module_replacements {FACTORIES}.ClassNorm is new" in done.stderr

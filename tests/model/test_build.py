@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from hp_core.config.models import FsdpConfig, MixedPrecisionConfig
 from hp_core.errors import ArgumentError
 from hp_core.testing.ranks import run_ranks
-from tests.model.tiny import FAMILIES, LLAMA, LLAMA_TIED, QWEN3_MOE, a_setup, build, whole
+from tests.model.tiny import COMMON, FAMILIES, LLAMA, LLAMA_TIED, QWEN3_MOE, a_setup, build, whole
 
 
 def digests(model) -> dict[str, str]:
@@ -232,3 +232,10 @@ def test_experts_of_a_checkpoint_are_stored_one_by_one(tmp_path):
         with safe_open(file, "pt") as handle:
             names |= set(handle.keys())
     assert "model.layers.0.mlp.experts.3.gate_proj.weight" in names
+
+
+def test_attention_code_that_a_family_lacks_is_told_at_its_argument() -> None:
+    config = {"model_type": "gemma2", **COMMON, "head_dim": 8}
+    with a_setup() as setup, pytest.raises(ArgumentError, match="does not support 'sdpa'") as caught:
+        build(setup, config)
+    assert (caught.value.path, caught.value.hint) == ("attn_implementation", "write attn_implementation: eager")

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig
 
 from hp_core.errors import InputError
-from hp_plugins.trainers.probes import check_call, check_isolation, check_shift
+from hp_plugins.trainers.probes import check_call, check_isolation, check_shift, require_positions
 from hp_plugins.trainers.text import get_batch
 from tests.model.tiny import FAMILIES, a_setup, build
 
@@ -77,3 +77,9 @@ def test_logits_that_are_no_numbers_are_refused():
 def test_a_model_that_takes_no_positions_is_refused():
     with pytest.raises(InputError, match=r"Linear\.forward takes no input_ids, position_ids, labels, use_cache"):
         check_call(torch.nn.Linear(2, 2))
+
+
+def test_a_loss_that_keeps_the_positions_from_the_model_is_refused() -> None:
+    require_positions({"input_ids": None, "position_ids": None})
+    with pytest.raises(InputError, match="loss_fn: prepare_model_inputs drops 'position_ids'"):
+        require_positions({"input_ids": None})

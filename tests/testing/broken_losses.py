@@ -148,6 +148,11 @@ class AsksForNonsense(SumLoss):
         return {"input_ids": model_inputs["input_ids"], "attention_mask": "everywhere"}
 
 
+class DropsPositions(SumLoss):
+    def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> Any:
+        return {"input_ids": model_inputs["input_ids"]}
+
+
 class ReturnsNothing(SumLoss):
     def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> Any:
         model_inputs["use_cache"] = False
@@ -284,6 +289,24 @@ class Unstorable(SumLoss):
 
     def set_extra_state(self, state: Any) -> None:
         pass
+
+
+# every_target_counts
+
+
+class DropsTheLast(SumLoss):
+    """Shifts neither, but leaves the last position out on both sides."""
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor) -> Any:
+        labels = torch.cat([labels[:, :-1], torch.full_like(labels[:, -1:], IGNORED)], dim=1)
+        return super().forward(model_output=model_output, labels=labels)
+
+
+class IgnoresItsColumn(SumLoss):
+    columns = ("weights",)
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor, weights: torch.Tensor) -> Any:
+        return super().forward(model_output=model_output, labels=labels)
 
 
 # evaluation

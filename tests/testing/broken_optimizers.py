@@ -198,6 +198,11 @@ class KeepsItsRate(Momentum):
         super().update(parameter, {**group, "lr": self.rate})
 
 
+class TakesTheFirstRate(Momentum):
+    def update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        super().update(parameter, {**group, "lr": self.param_groups[0]["lr"]})
+
+
 class DecaysWithoutRate(Momentum):
     """The decay of a step doesn't follow the schedule."""
 

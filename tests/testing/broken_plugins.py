@@ -181,6 +181,33 @@ class NudgesWeights:
         run.model.lm_head.weight.data.mul_(0.999)
 
 
+class SwapsRows:
+    """Two rows of the embedding change places, which no sum sees."""
+
+    @hookimpl
+    def on_step_end(self, run):
+        weight = run.model.get_input_embeddings().weight.data
+        weight[[0, 1]] = weight[[1, 0]]
+
+
+class ClearsTheHead:
+    @hookimpl
+    def bind_model(self, model):
+        model.get_output_embeddings().weight.data.zero_()
+
+
+class Reseeds:
+    @hookimpl
+    def on_step_end(self, run):
+        torch.manual_seed(0)
+
+
+class Freezes:
+    @hookimpl
+    def on_train_start(self, run):
+        run.model.get_input_embeddings().requires_grad_(False)
+
+
 class DropsLabels:
     @hookimpl(wrapper=True)
     def prepare_model_inputs(self, model_inputs):

@@ -59,8 +59,14 @@ CAUGHT = [
     (broken.MeanOfRowMeans, ["token_weighting"], "with 2 micro-batches the loss is"),
     (broken.PenalisesEverywhere, ["ignored_tokens", "labels_shifted_once"], "with a row without targets beside others"),
     (broken.RaisesOnNothing, ["ignored_tokens"], "it raises RuntimeError: max()"),
-    (broken.ShiftsAgain, ["labels_shifted_once"], "another target of the first position gives the same loss"),
+    (
+        broken.ShiftsAgain,
+        ["labels_shifted_once", "every_target_counts"],
+        "another target of the first position gives the same loss",
+    ),
     (broken.ShiftsTheLogits, ["labels_shifted_once"], "changes with the tokens after it"),
+    (broken.DropsTheLast, ["every_target_counts"], "another target at position"),
+    (broken.IgnoresItsColumn, ["every_target_counts"], "another column 'weights' gives the same loss"),
     (broken.HalfDetached, ["gradients"], "a part of the loss is detached"),
     (broken.WrongBackward, ["gradients"], "the derivative along a direction of"),
     (broken.ClampsInPlace, ["inputs_untouched"], "the loss changes model_output: it writes into 'logits'"),
@@ -105,6 +111,7 @@ def test_what_is_no_loss_is_caught_by_the_contract(component: Any, text: str) ->
     [
         (broken.Nudges, "after bind_model the model: lm_head.weight is off by"),
         (broken.AsksForNonsense, "the model can't be called with what prepare_model_inputs returns"),
+        (broken.DropsPositions, "prepare_model_inputs drops 'position_ids', which tell packed documents apart"),
         (broken.ReturnsNothing, "prepare_model_inputs returned a NoneType"),
     ],
 )

@@ -45,6 +45,7 @@ CAUGHT = [
     (broken.DecaysEverything, ["decay_exclusions"], "on llama, weight decay moves model.layers.0.input_layernorm"),
     (broken.DecaysBiases, ["decay_exclusions"], "on gpt2, weight decay moves transformer.h.0.ln_1.weight"),
     (broken.KeepsItsRate, ["learning_rate"], "with a learning rate of zero, steps move"),
+    (broken.TakesTheFirstRate, ["learning_rate"], "with a learning rate of zero in its own group, 1, steps move"),
     (broken.DecaysWithoutRate, ["learning_rate"], "scale weight decay by it too"),
     (broken.StepsWhenBuilt, ["no_hidden_step"], "building it moves"),
     (broken.StepsWhenAsked, ["no_hidden_step"], "state_dict() moves"),

@@ -1,0 +1,46 @@
+"""Whether a loss looks at everything that it is given: each target, and each column that it declares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hp_core.testing.checks import require
+from hp_core.testing.loss_steps import LossCase, call, micro_batch, model_inputs_of
+from hp_core.testing.models import other_text
+from hp_core.testing.setups import tiny_setup
+from hp_core.training.accounting import loss_entries
+from hp_core.training.loss import IGNORE_INDEX, columns_of
+
+
+def check_every_target_counts(case: LossCase) -> None:
+    """Another target changes the loss, at each supervised position of a row, and so does another column."""
+    with tiny_setup() as setup:
+        model, batch = case.model(), case.batch()
+        columns = columns_of(case.build())
+
+        def value(one: Mapping[str, torch.Tensor]) -> float:
+            torch.manual_seed(0)
+            part, loss_fn = micro_batch(one, columns), case.bound(model, setup)
+            entries = loss_entries(call(loss_fn, model(**model_inputs_of(loss_fn, part)), part.loss_inputs))
+            return float(sum(entries.values(), torch.zeros(())).detach())
+
+        whole = micro_batch(batch, columns)
+        given = {**batch, **{name: whole.loss_inputs[name] for name in columns}}
+        loss = value(given)
+        labels = batch["labels"]
+        for position in torch.nonzero(labels[0] != IGNORE_INDEX).flatten().tolist():
+            changed = labels.clone()
+            changed[0, position] = other_text(labels[0, position])
+            require(
+                value({**given, "labels": changed}) != loss,
+                f"another target at position {position} of {labels.shape[1]} gives the same loss, {loss:.6g}; every "
+                "label that isn't -100 counts, the first and the last as well",
+            )
+        for name in columns:
+            if not name.endswith("_labels"):
+                require(
+                    value({**given, name: given[name] * 2 + 1}) != loss,
+                    f"another column {name!r} gives the same loss, {loss:.6g}; use it in forward, or don't declare it",
+                )
