@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,17 @@ def check_call(model: nn.Module) -> None:
     if missing and not is_open:
         message = f"{type(model).__name__}.forward takes no {', '.join(missing)}"
         raise InputError(Problem(message, path="model", hint="this trainer calls it like a causal language model"))
+
+
+def require_positions(model_inputs: Mapping[str, Any]) -> None:
+    """Refuse a loss or plugin that keeps the positions from the model, which tell packed documents apart.
+
+    Raises:
+        InputError: what `prepare_model_inputs` gave has no `position_ids`.
+    """
+    if "position_ids" not in model_inputs:
+        message = "prepare_model_inputs drops 'position_ids', so packed documents would see each other"
+        raise InputError(Problem(message, path="loss_fn", hint="return the other inputs as they are"))
 
 
 def check_isolation(model: nn.Module, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from hp_core.training.base import BaseTrainer
 from hp_core.training.columns import column_arguments, empty_columns
 from hp_core.training.evaluation import Evaluation, evaluating
 from hp_plugins.collators.rows import rows
-from hp_plugins.trainers.probes import check_call, check_isolation, check_shift
+from hp_plugins.trainers.probes import check_call, check_isolation, check_shift, require_positions
 from hp_plugins.trainers.sampling import write_samples
 
 # What the loader's batches hold beside the label tensors and whatever a dataset adds.
@@ -45,6 +45,7 @@ class TextTrainer(BaseTrainer):
         # What prepares the model's inputs may use any column, so the batch of a probe holds them too.
         batch = {**batch, **empty_columns(self.datasets.train, batch["labels"].shape[1])}
         model_inputs, _ = self.preforward(MicroBatch.of(*get_batch(iter([batch]))))
+        require_positions(model_inputs)
         with evaluating(self.model):
             return self.forward(model_inputs), "labels" in model_inputs
 
