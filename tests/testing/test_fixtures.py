@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hp_core
 from hp_core import InputError, RunError
 from hp_core.testing import TINY_RECIPE
 from hp_core.testing.ranks import RankError
 from hp_core.testing.setups import tiny_setup
-from tests.conftest import ROOT
 
 LOSS = """\
 import torch.distributed as dist
@@ -141,7 +141,9 @@ def test_an_author_s_project_needs_no_configuration(tmp_path: Path) -> None:
 
 
 def test_only_the_kit_needs_pytest() -> None:
-    sources = {path: path.read_text() for path in (ROOT / "hp_core").rglob("*.py") if path.parent.name != "testing"}
+    sources = {
+        path: path.read_text() for path in Path(hp_core.__file__).parent.rglob("*.py") if path.parent.name != "testing"
+    }
     assert len(sources) > 50
     pattern = re.compile(r"^\s*(import|from) (pytest|hp_core\.testing)\b", re.MULTILINE)
     found = [str(path) for path, text in sources.items() if pattern.search(text)]
