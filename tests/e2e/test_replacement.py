@@ -156,7 +156,9 @@ def test_a_stopped_run_goes_on_bit_for_bit_with_another_layout(tmp_path: Path) -
 
 def test_a_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:
     train(recipe(tmp_path, extra=NORMS), "--training.stop_after=3", out=tmp_path / "run")
-    done = hp_train_here(str(recipe(tmp_path)), "--checkpoint.resume=latest")
+    resume = (str(recipe(tmp_path)), "--checkpoint.resume=latest")
+    assert "made with other plugins or components" in hp_train_here(*resume).stderr
+    done = hp_train_here(*resume, "--checkpoint.allow_plugin_changes=true")
     assert done.returncode == 2
     assert "made with another model" in done.stderr
 

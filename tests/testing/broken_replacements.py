@@ -322,8 +322,10 @@ def patched_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 @module_replacement
 def patches_class(module: nn.Module, module_fqn: str, context: ReplacementContext) -> nn.Module:
     """Every time in the same way, so that a second call changes nothing."""
+    built = replacing_norms_by(Norm, module)
+    # After the refusal of what is no norm: a test puts back the forward of this one class only.
     type(module).forward = patched_forward
-    return replacing_norms_by(Norm, module)
+    return built
 
 
 @module_replacement
