@@ -58,18 +58,8 @@ def text(
     2**24 and refused where float32 would change them; other numbers are rounded to float32. A missing or null field,
     a list, a bool, NaN and infinity are refused with their file and line.
     """
-    if (files is None) == (hub_id is None):
-        raise ArgumentError("files", "give either files or hub_id")
-    if files is not None and (hub_config is not None or split is not None):
-        raise ArgumentError("split" if split is not None else "hub_config", "has no effect on files; it needs hub_id")
-    row_text = RowText.of(field, template)
-    row_columns = RowColumns.of(columns)
-    source: Source
-    if files is not None:
-        source = FileSource(expand_files(files), row_text, row_columns)
-    else:
-        assert hub_id is not None
-        source = HubSource(hub_id, hub_config, split or "train", row_text, row_columns)
+    row_text, row_columns = RowText.of(field, template), RowColumns.of(columns)
+    source = _source(files, (hub_id, hub_config, split), row_text, row_columns)
     validation_source = None
     if validation_files is not None:
         validation_paths = expand_files(validation_files, argument="validation_files")
@@ -83,3 +73,22 @@ def text(
         validation_source=validation_source,
         columns=row_columns.names,
     )
+
+
+def _source(
+    files: str | list[str] | None,
+    hub: tuple[str | None, str | None, str | None],
+    row_text: RowText,
+    row_columns: RowColumns,
+) -> Source:
+    """The files, or the Hub data set given as (id, configuration, split); exactly one of them."""
+    hub_id, config, split = hub
+    if files is not None and hub_id is None:
+        if config is not None or split is not None:
+            raise ArgumentError(
+                "split" if split is not None else "hub_config", "has no effect on files; it needs hub_id"
+            )
+        return FileSource(expand_files(files), row_text, row_columns)
+    if hub_id is None or files is not None:
+        raise ArgumentError("files", "give either files or hub_id")
+    return HubSource(hub_id, config, split or "train", row_text, row_columns)

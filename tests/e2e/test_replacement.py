@@ -164,7 +164,7 @@ def test_a_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:
 
 
 def test_norms_are_not_decayed_after_they_are_replaced(tmp_path: Path) -> None:
-    """X9: with all gradients zero, weights shrink by lr times decay and norms keep every bit."""
+    """With all gradients zero, weights shrink by lr times decay and norms keep every bit."""
     overrides = ("--loss_fn={_target_: tests.e2e.parts.ZeroLoss}", "--training.train_iters=1")
     decay = "--optimizer={name: adamw, lr: 1e-3, weight_decay: 0.1}"
     train(recipe(tmp_path, extra=NORMS), *overrides, decay, out=tmp_path / "run")

@@ -14,10 +14,9 @@ from hp_core.model.export import export_model
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.testing.models import COMMON
 from hp_core.testing.ranks import run_ranks
-from tests.model.replacement.rules import apply, replacing, rule, skeleton
-from tests.model.tiny import DEEPSEEK_V3, GPT2, LLAMA, QWEN3_MOE, a_setup, build, whole
+from tests.model.replacement.rules import IDS, apply, checkpoint, logits, replacing, rule, skeleton
+from tests.model.tiny import DEEPSEEK_V3, GPT2, LLAMA, QWEN3_MOE, build, whole
 
-IDS = torch.arange(24).reshape(2, 12) * 7 % 96
 SPARSE_AND_DENSE = {**QWEN3_MOE, "mlp_only_layers": [0]}
 QWEN2 = {"model_type": "qwen2", **COMMON}
 BLOCK_NORMS = ("*.input_layernorm", "*.post_attention_layernorm", "model.norm")
@@ -55,26 +54,9 @@ def rules_of(case: str) -> tuple[dict[str, Any], list[Any]]:
     return config, rules
 
 
-def checkpoint(case: str, directory: Path) -> Any:
-    """A plain model with weights that differ from any initial ones, saved; returns it."""
-    with a_setup() as setup:
-        plain = build(setup, RULES[case][0])
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    plain.save_pretrained(directory)
-    return plain.eval()
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS, use_cache=False).logits
-
-
 @pytest.mark.parametrize("case", RULES)
 def test_a_checkpoint_loads_and_exports_as_in_the_plain_model(case: str, tmp_path: Path) -> None:
-    plain = checkpoint(case, tmp_path / "hf")
+    plain = checkpoint(RULES[case][0], tmp_path / "hf")
     _, rules = rules_of(case)
     with replacing(*rules) as setup:
         model = build(setup, pretrained=str(tmp_path / "hf"))
@@ -114,7 +96,7 @@ def _sharded(environment: ProcessEnvironment, case: str, hf: str, out: str) -> d
 
 @pytest.mark.parametrize("case", ["fused", "family"])
 def test_two_ranks_give_the_numbers_of_one_and_export_the_original_layout(case: str, tmp_path: Path) -> None:
-    plain = checkpoint(case, tmp_path / "hf")
+    plain = checkpoint(RULES[case][0], tmp_path / "hf")
     one, two = (
         run_ranks(_sharded, ranks, case, str(tmp_path / "hf"), str(tmp_path / f"out{ranks}")) for ranks in (1, 2)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hp_core.config.models import PlanOverride
 from hp_core.config.target import Target
 from hp_core.model.replacement.replacer import ModuleReplacer
-from tests.model.tiny import a_setup
+from tests.model.tiny import a_setup, build
 
 FACTORIES = "tests.model.replacement.factories"
+IDS = torch.arange(24).reshape(2, 12) * 7 % 96
 LLAMA = "transformers.models.llama.modeling_llama"
 
 
@@ -63,3 +65,20 @@ def apply(model: Any, *rules: PlanOverride) -> Any:
     """Apply rules to a skeleton alone; returns what was replaced."""
     with replacing(*rules) as setup:
         return setup.replacer.apply(model, setup)
+
+
+def checkpoint(config: dict[str, Any], directory: Path) -> Any:
+    """A plain model with weights that differ from any initial ones, saved; returns it."""
+    with a_setup() as setup:
+        plain = build(setup, config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    plain.save_pretrained(directory)
+    return plain.eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, use_cache=False).logits

@@ -64,7 +64,7 @@ def test_case_matters() -> None:
 
 
 def test_a_hit_of_another_type_is_an_error_that_names_it() -> None:
-    """#633's kind: one pattern hits the dense MLP of the first layer and the mixtures of the others."""
+    """One pattern hits the dense MLP of the first layer and the mixtures of the others."""
     moe = "transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3MoE"
     assert problems(DEEPSEEK_V3, rule("*.layers.*.mlp", "fused_mlp", module_type=moe)) == [
         "plan_overrides[0].module_type: 1 of the 2 modules that match are no DeepseekV3MoE: "

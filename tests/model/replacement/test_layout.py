@@ -15,10 +15,9 @@ from hp_core.model.export import export_model
 from hp_core.model.load import weight_files
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.testing.ranks import run_ranks
-from tests.model.replacement.rules import replacing, rule, skeleton
+from tests.model.replacement.rules import IDS, checkpoint, logits, replacing, rule, skeleton
 from tests.model.tiny import FAMILIES, LLAMA, LLAMA_TIED, QWEN3_MOE, a_setup, build, whole
 
-IDS = torch.arange(24).reshape(2, 12) * 7 % 96
 RULES = {
     "norms": (LLAMA, [("*norm", "norm")]),
     "tied": (LLAMA_TIED, [("*norm", "norm")]),
@@ -34,23 +33,6 @@ RULES = {
 def rules_of(case: str) -> tuple[dict[str, Any], list[Any]]:
     config, entries = RULES[case]
     return config, [rule(match, factory, index=i) for i, (match, factory) in enumerate(entries)]
-
-
-def checkpoint(config: dict[str, Any], directory: Path) -> Any:
-    """A plain model with weights that differ from any initial ones, saved; returns it."""
-    with a_setup() as setup:
-        plain = build(setup, config)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    plain.save_pretrained(directory)
-    return plain.eval()
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS, use_cache=False).logits
 
 
 @pytest.mark.parametrize("case", RULES)
@@ -113,7 +95,7 @@ def test_a_second_model_is_untouched() -> None:
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
 def test_buffers_that_no_checkpoint_holds_are_those_of_a_plain_build(family: str) -> None:
-    """P9: the allocator is full of junk, so what nothing fills is seen."""
+    """The allocator is full of junk, so what nothing fills is seen."""
     with a_setup() as setup:
         plain = build(setup, FAMILIES[family])
     junk = [torch.full((size,), torch.nan) for size in range(4, 64)]
