@@ -14,7 +14,7 @@ from hp_core.data.fields import Row, field_of
 from hp_core.errors import ArgumentError, InputError
 
 # What rows and batches hold already; `…_labels` are counted as targets, so a column of weights must not be called so.
-RESERVED = frozenset({"index", "input_ids", "labels", "position_ids", "sample_ids", "model_output"})
+RESERVED = frozenset({"index", "input_ids", "labels", "position_ids", "is_padding", "sample_ids", "model_output"})
 
 _WRITTEN_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _LARGEST = float(np.finfo(np.float32).max)

@@ -113,7 +113,13 @@ class PackedRows:
         input_ids[: end - begin] = self.store.tokens[stored]
         labels[: end - begin][has_target] = self.store.tokens[stored[has_target] + 1]
         position_ids[: end - begin] = stream - np.repeat(starts, sizes)
-        sample = {"index": int(index), "input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        sample = {
+            "index": int(index),
+            "input_ids": input_ids,
+            "labels": labels,
+            "position_ids": position_ids,
+            "is_padding": np.arange(plan.max_seq_len) >= end - begin,
+        }
         for number, name in enumerate(self.store.columns):
             column = np.zeros(plan.max_seq_len, dtype=np.float32)
             column[: end - begin] = np.repeat(self.store.values[plan.documents[first : last + 1], number], sizes)

@@ -9,6 +9,7 @@ from typing import Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import NotRequired
 
 IGNORED_LABEL = -100
 EMPTY_ROW = -1
@@ -86,14 +87,16 @@ class Sample(TypedDict):
     """One row: three int64 arrays of `max_seq_len` and the row's number (-1 for an empty row).
 
     `labels[t]` is the target of position `t`, already shifted, and -100 where there is none. `position_ids`
-    restart with every piece of a document. A dataset may add arrays of its own; the collator stacks
-    them too, and a loss is given those that it declares as `columns`.
+    restart with every piece of a document. `is_padding`, where a dataset has any, is true at positions without a
+    token. A dataset may add arrays of its own; the collator stacks them too, and a loss is given those that it
+    declares as `columns`.
     """
 
     index: int
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     position_ids: NDArray[np.int64]
+    is_padding: NotRequired[NDArray[np.bool_]]
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ class WithEmptyRow:
         for name, value in empty.items():
             if name == "labels" or name.endswith("_labels"):
                 value[...] = IGNORED_LABEL
+            elif name == "is_padding":
+                value[...] = True
         empty["position_ids"][...] = np.arange(self.max_seq_len)
         return cast(Sample, {"index": EMPTY_ROW, **empty})
 

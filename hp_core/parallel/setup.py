@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,6 +79,15 @@ class DistributedSetup:
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
         dist.all_gather(rows, row, group=self.host_group)
         return [[float(value) for value in row.tolist()] for row in rows]
+
+    def sum_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sum tensors of one dtype over all ranks, in one collective on the device. All ranks give the same shapes."""
+        if self.world_size == 1 or not tensors:
+            return list(tensors)
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat)
+        sizes = [tensor.numel() for tensor in tensors]
+        return [part.reshape(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors, strict=True)]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -9,13 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_core.parallel.fsdp import set_gradient_sync
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.testing.checks import BrokenPromiseError, require, whole
 from hp_core.testing.models import VOCABULARY, take_rows, tiny_batch, tiny_model
-from hp_core.training.accounting import MicroBatch, StepLoss, count_targets
+from hp_core.training.accounting import MicroBatch, StepLoss, count_step, loss_entries
 from hp_core.training.columns import column_arguments
-from hp_core.training.loss import IGNORE_INDEX, BindsModel, PreparesModelInputs, columns_of, reduction_of
+from hp_core.training.loss import (
+    IGNORE_INDEX,
+    BindsModel,
+    LossContract,
+    PreparesModelInputs,
+    columns_of,
+    contract_of,
+)
+from hp_core.training.step import Passes, accumulate_gradients
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -52,9 +59,11 @@ class LossCase:
         return model
 
     def batch(self, *, silent: Sequence[int] = (), seed: int = 0) -> dict[str, torch.Tensor]:
-        """Four rows with 12, 7, 2 and 8 targets (none in the rows of `silent`) and the loss's columns."""
+        """Four rows with 12, 7, 2 and 8 targets and the loss's columns; the rows of `silent` are padding."""
         batch = tiny_batch(self.family, seed=seed)
         batch["labels"][list(silent)] = IGNORE_INDEX
+        batch["is_padding"] = torch.zeros_like(batch["labels"], dtype=torch.bool)
+        batch["is_padding"][list(silent)] = True
         generator = torch.Generator().manual_seed(seed + 1)
         for name in columns_of(self.build()):
             if name.endswith("_labels"):
@@ -65,18 +74,20 @@ class LossCase:
         return batch
 
 
-def micro_batches(batch: Batch, count: int, columns: Sequence[str]) -> list[MicroBatch]:
+def micro_batches(batch: Batch, count: int, contract: LossContract) -> list[MicroBatch]:
     """The rows of a batch in so many equal parts, as a text trainer hands them on."""
     size = len(batch["input_ids"]) // count
-    return [micro_batch(take_rows(batch, index * size, (index + 1) * size), columns) for index in range(count)]
+    return [micro_batch(take_rows(batch, index * size, (index + 1) * size), contract) for index in range(count)]
 
 
-def micro_batch(batch: Batch, columns: Sequence[str]) -> MicroBatch:
+def micro_batch(batch: Batch, contract: LossContract) -> MicroBatch:
     """A batch as one micro-batch: the model gets the labels as well, shifted already."""
-    labels = batch["labels"]
-    model_inputs = {name: value for name, value in batch.items() if name not in columns}
-    loss_inputs = {"labels": labels, **{name: batch[name] for name in columns}}
-    return MicroBatch.of({**model_inputs, "labels": labels, "shift_labels": labels, "use_cache": False}, loss_inputs)
+    labels, columns = batch["labels"], contract.columns
+    for_the_loss = ("labels", "is_padding", *columns)
+    model_inputs = {name: value for name, value in batch.items() if name not in for_the_loss}
+    loss_inputs = {name: batch[name] for name in for_the_loss if name in batch}
+    labels_twice = {"labels": labels, "shift_labels": labels}
+    return MicroBatch.of({**model_inputs, **labels_twice, "use_cache": False}, loss_inputs, contract)
 
 
 def model_inputs_of(loss_fn: nn.Module, one: MicroBatch) -> dict[str, Any]:
@@ -97,6 +108,20 @@ def call(loss_fn: nn.Module, outputs: Any, loss_inputs: Mapping[str, Any]) -> An
     return loss_fn(model_output=outputs, labels=loss_inputs["labels"], **columns)
 
 
+def entries_of(loss_fn: nn.Module, outputs: Any, one: MicroBatch) -> dict[str, torch.Tensor]:
+    """What the loss gives for a micro-batch, by entry: scalars, or a value for each row."""
+    return loss_entries(call(loss_fn, outputs, one.loss_inputs), contract_of(loss_fn), one)
+
+
+def loss_of(model: nn.Module, loss_fn: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss of a batch as one micro-batch: a scalar, with its gradient. Values of rows are added up."""
+    contract = contract_of(loss_fn)
+    one = micro_batch(batch, contract)
+    entries = entries_of(loss_fn, model(**model_inputs_of(loss_fn, one)), one)
+    trained = [value.sum() for name, value in entries.items() if name not in contract.diagnostics]
+    return torch.stack(trained).sum()
+
+
 @dataclass(frozen=True)
 class Step:
     """A step's loss, and the whole gradients by parameter."""
@@ -108,11 +133,15 @@ class Step:
 def engine_step(model: nn.Module, loss_fn: nn.Module, parts: Sequence[MicroBatch], setup: DistributedSetup) -> Step:
     """Forward and backward over this rank's micro-batches, weighed as the engine does it; gradients start at none."""
     model.zero_grad(set_to_none=True)
-    step_loss = StepLoss(reduction_of(loss_fn), count_targets(parts, setup))
-    for index, one in enumerate(parts):
-        set_gradient_sync(model, index == len(parts) - 1)
-        outputs = model(**model_inputs_of(loss_fn, one))
-        step_loss.weigh(call(loss_fn, outputs, one.loss_inputs), outputs, one.targets).backward()
+    contract = contract_of(loss_fn)
+    step_loss = StepLoss(contract, count_step(parts, contract, setup))
+    passes = Passes(
+        model,
+        loss_fn,
+        lambda one: (model(**model_inputs_of(loss_fn, one)), one.loss_inputs),
+        lambda outputs, loss_inputs: call(loss_fn, outputs, loss_inputs),
+    )
+    accumulate_gradients(parts, passes, step_loss, setup)
     gradients = {
         name: whole(parameter.grad).detach().clone()
         for name, parameter in model.named_parameters()

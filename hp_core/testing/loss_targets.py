@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from hp_core.testing.checks import require
-from hp_core.testing.loss_steps import LossCase, call, micro_batch, model_inputs_of
+from hp_core.testing.loss_steps import LossCase, loss_of
 from hp_core.testing.models import other_text
 from hp_core.testing.setups import tiny_setup
-from hp_core.training.accounting import loss_entries
 from hp_core.training.loss import IGNORE_INDEX, columns_of
 
 
@@ -22,25 +21,21 @@ def check_every_target_counts(case: LossCase) -> None:
 
         def value(one: Mapping[str, torch.Tensor]) -> float:
             torch.manual_seed(0)
-            part, loss_fn = micro_batch(one, columns), case.bound(model, setup)
-            entries = loss_entries(call(loss_fn, model(**model_inputs_of(loss_fn, part)), part.loss_inputs))
-            return float(sum(entries.values(), torch.zeros(())).detach())
+            return float(loss_of(model, case.bound(model, setup), one).detach())
 
-        whole = micro_batch(batch, columns)
-        given = {**batch, **{name: whole.loss_inputs[name] for name in columns}}
-        loss = value(given)
+        loss = value(batch)
         labels = batch["labels"]
         for position in torch.nonzero(labels[0] != IGNORE_INDEX).flatten().tolist():
             changed = labels.clone()
             changed[0, position] = other_text(labels[0, position])
             require(
-                value({**given, "labels": changed}) != loss,
+                value({**batch, "labels": changed}) != loss,
                 f"another target at position {position} of {labels.shape[1]} gives the same loss, {loss:.6g}; every "
                 "label that isn't -100 counts, the first and the last as well",
             )
         for name in columns:
             if not name.endswith("_labels"):
                 require(
-                    value({**given, name: given[name] * 2 + 1}) != loss,
+                    value({**batch, name: batch[name] * 2 + 1}) != loss,
                     f"another column {name!r} gives the same loss, {loss:.6g}; use it in forward, or don't declare it",
                 )

@@ -30,6 +30,8 @@ from hp_core.testing.loss_steps import (
     Step,
     call,
     engine_step,
+    entries_of,
+    loss_of,
     micro_batch,
     micro_batches,
     model_inputs_of,
@@ -38,10 +40,9 @@ from hp_core.testing.loss_targets import check_every_target_counts
 from hp_core.testing.models import other_text, take_rows
 from hp_core.testing.setups import tiny_setup
 from hp_core.testing.watch import contents, copied, stored, untouched
-from hp_core.training.accounting import loss_entries
 from hp_core.training.built import require_loss_call, require_without_parameters
 from hp_core.training.evaluation import evaluating
-from hp_core.training.loss import IGNORE_INDEX, BindsModel, PreparesModelInputs, columns_of, reduction_of
+from hp_core.training.loss import IGNORE_INDEX, BindsModel, PreparesModelInputs, columns_of, contract_of
 
 SILENT_ROW = 1
 
@@ -137,16 +138,16 @@ def check_contract(case: LossCase) -> None:
     with tiny_setup() as setup:
         model = case.model()
         loss_fn = case.bound(model, setup)
-        require_loss_call(loss_fn, columns_of(loss_fn))
+        contract = contract_of(loss_fn)
+        require_loss_call(loss_fn, contract.columns)
         require_without_parameters(case.build())
-        reduction_of(loss_fn)
-        one = micro_batch(case.batch(), columns_of(loss_fn))
-        entries = loss_entries(call(loss_fn, model(**model_inputs_of(loss_fn, one)), one.loss_inputs))
+        one = micro_batch(case.batch(), contract)
+        entries = entries_of(loss_fn, model(**model_inputs_of(loss_fn, one)), one)
         for name, value in entries.items():
-            require(bool(value.isfinite()), f"{name} is {float(value.detach())}")
+            require(bool(value.isfinite().all()), f"{name} is {value.detach().tolist()}")
             require(value.is_floating_point(), f"{name} has the dtype {value.dtype}; return a floating-point tensor")
         require(
-            any(value.requires_grad for value in entries.values()),
+            any(value.requires_grad for name, value in entries.items() if name not in contract.diagnostics),
             "what it returns has no gradient: it was detached, or made of numbers instead of tensors",
         )
 
@@ -160,8 +161,7 @@ def check_model_hooks(case: LossCase) -> None:
         if isinstance(loss_fn, BindsModel):
             loss_fn.bind_model(model=model, distributed_setup=setup)
             require_equal(contents(model), before, "after bind_model the model", "bind_model may only look")
-        columns = columns_of(loss_fn)
-        one = micro_batch(case.batch(), columns)
+        one = micro_batch(case.batch(), contract_of(loss_fn))
         if isinstance(loss_fn, PreparesModelInputs):
             prepared = model_inputs_of(loss_fn, one)
             require("input_ids" in prepared, "prepare_model_inputs drops 'input_ids', which the model needs")
@@ -209,9 +209,7 @@ def check_labels_shifted_once(case: LossCase) -> None:
                 first[name] = only_first.clone()
 
         def value(one: Mapping[str, torch.Tensor]) -> float:
-            part, loss_fn = micro_batch(one, columns), case.bound(model, setup)
-            entries = loss_entries(call(loss_fn, model(**model_inputs_of(loss_fn, part)), part.loss_inputs))
-            return float(sum(entries.values(), torch.zeros(())).detach())
+            return float(loss_of(model, case.bound(model, setup), one).detach())
 
         loss = value(first)
         hint = "labels arrive shifted, so logits[:, t] belongs to labels[:, t]; don't shift them again"
@@ -237,14 +235,11 @@ def check_gradients(case: LossCase) -> None:
         # Bound before any weight is moved, as in a run, and one for each call, since a loss may remember.
         trainable = sum(parameter.requires_grad for parameter in model.parameters())
         losses = iter([_in_float64(case.bound(model, setup)) for _ in range(1 + 2 * trainable)])
-        columns = columns_of(case.build())
         generator = torch.Generator().manual_seed(0)
 
         def loss() -> torch.Tensor:
             with InFloat64():
-                part, loss_fn = micro_batch(batch, columns), next(losses)
-                entries = loss_entries(call(loss_fn, model(**model_inputs_of(loss_fn, part)), part.loss_inputs))
-                return sum(entries.values(), torch.zeros((), dtype=torch.float64))
+                return loss_of(model, next(losses), batch).double()
 
         torch.manual_seed(0)
         loss().backward()
@@ -293,7 +288,7 @@ def check_inputs_untouched(case: LossCase) -> None:
     with tiny_setup() as setup:
         model = case.model()
         loss_fn = case.bound(model, setup)
-        one = micro_batch(case.batch(), columns_of(loss_fn))
+        one = micro_batch(case.batch(), contract_of(loss_fn))
         for what, given in (("model_inputs", one.model_inputs), ("loss_inputs", one.loss_inputs)):
             with untouched(f"prepare_model_inputs changes {what}", given):
                 prepared = model_inputs_of(loss_fn, one)
@@ -307,14 +302,14 @@ def check_inputs_untouched(case: LossCase) -> None:
 def check_state(case: LossCase) -> None:
     """A loss built anew, with the state of one that has seen two micro-batches, goes on as that one does."""
     with tiny_setup() as setup:
-        model, columns = case.model(), columns_of(case.build())
+        model = case.model()
 
         def values(loss_fn: nn.Module, numbers: range) -> dict[str, torch.Tensor]:
             found: dict[str, torch.Tensor] = {}
             for number in numbers:
                 torch.manual_seed(number)
-                part = micro_batch(case.batch(seed=number), columns)
-                entries = loss_entries(call(loss_fn, model(**model_inputs_of(loss_fn, part)), part.loss_inputs))
+                part = micro_batch(case.batch(seed=number), contract_of(loss_fn))
+                entries = entries_of(loss_fn, model(**model_inputs_of(loss_fn, part)), part)
                 found |= {f"{name} of micro-batch {number}": value.detach() for name, value in entries.items()}
             return found
 
@@ -333,12 +328,12 @@ def check_evaluation(case: LossCase) -> None:
     with tiny_setup() as setup:
         model = case.model()
         loss_fn = case.bound(model, setup)
-        one = micro_batch(case.batch(), columns_of(loss_fn))
+        one = micro_batch(case.batch(), contract_of(loss_fn))
         before = copied(loss_fn.state_dict())
         with evaluating(model, loss_fn):
-            entries = loss_entries(call(loss_fn, model(**model_inputs_of(loss_fn, one)), one.loss_inputs))
+            entries = entries_of(loss_fn, model(**model_inputs_of(loss_fn, one)), one)
         for name, value in entries.items():
-            require(bool(value.isfinite()), f"{name} is {float(value.detach())} in evaluation")
+            require(bool(value.isfinite().all()), f"{name} is {value.detach().tolist()} in evaluation")
         hint = "update what it remembers only while self.training"
         require_equal(copied(loss_fn.state_dict()), before, "an evaluation changes the loss's state", hint)
 
@@ -350,7 +345,7 @@ def _step(
     case: LossCase, model: nn.Module, batch: Mapping[str, torch.Tensor], count: int, setup: DistributedSetup
 ) -> Step:
     loss_fn = case.bound(model, setup)
-    return engine_step(model, loss_fn, micro_batches(batch, count, columns_of(loss_fn)), setup)
+    return engine_step(model, loss_fn, micro_batches(batch, count, contract_of(loss_fn)), setup)
 
 
 def _alone(case: LossCase, silent: tuple[int, ...]) -> Step:

@@ -27,7 +27,7 @@ from hp_core.parallel.setup import DistributedSetup
 from hp_core.testing.checks import whole
 from hp_core.testing.loss_steps import Step, engine_step, micro_batch
 from hp_core.testing.models import auto_class, tiny_model, tiny_skeleton
-from hp_core.training.loss import ModelOutputLoss
+from hp_core.training.loss import LossContract, ModelOutputLoss
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def numbers_of(
 
 def step_of(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], setup: DistributedSetup) -> Step:
     """A step of the engine; gradients of a changed layout are taken back to the original one."""
-    step = engine_step(model, ModelOutputLoss(), [micro_batch(batch, ())], setup)
+    step = engine_step(model, ModelOutputLoss(), [micro_batch(batch, LossContract())], setup)
     return Step(step.loss, _in_original_layout(model, step.gradients))
 
 

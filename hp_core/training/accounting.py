@@ -2,87 +2,187 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from hp_core.data.protocols import EMPTY_ROW
 from hp_core.errors import RunError
 from hp_core.parallel.setup import DistributedSetup
-from hp_core.training.loss import Reduction, num_targets
+from hp_core.training.loss import LossContract
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One forward and backward pass: what the model and the loss are called with, still on the host.
 
-    `targets` holds this rank's supervised tokens by label tensor, `sample_ids` the rows it is made of.
+    By label tensor, `targets` holds this rank's supervised tokens and `amounts` what its loss counts for: those
+    tokens, their summed weights, or the rows that have any. `rows` says which rows do. `real_tokens`, bool of the
+    labels' shape, is False on padding. `sample_ids` are the rows it is made of.
     """
 
     model_inputs: dict[str, Any]
     loss_inputs: dict[str, Any]
     targets: Mapping[str, int]
+    amounts: Mapping[str, float]
+    rows: Mapping[str, torch.Tensor]
+    real_tokens: torch.Tensor
     sample_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> MicroBatch:
-        """Count the targets and take `sample_ids`, which no loss needs, out of `loss_inputs`."""
+    def of(
+        cls, model_inputs: dict[str, Any], loss_inputs: dict[str, Any], contract: LossContract | None = None
+    ) -> MicroBatch:
+        """Count what the loss counts, and take out of `loss_inputs` what no loss needs.
+
+        Raises:
+            RunError: there are no labels, or a token's weight is negative or not finite.
+        """
+        contract = contract or LossContract()
         loss_inputs = dict(loss_inputs)
         sample_ids = loss_inputs.pop("sample_ids", None)
+        is_padding = loss_inputs.pop("is_padding", None)
         ids = () if sample_ids is None else tuple(int(i) for i in sample_ids)
-        return cls(model_inputs, loss_inputs, num_targets(loss_inputs), ids)
+        if "labels" not in loss_inputs:
+            raise RunError("get_batch returned loss inputs without 'labels'; nothing can be counted")
+        is_target = {name: contract.is_target(labels) for name, labels in _label_tensors(loss_inputs)}
+        targets = {name: int(where.sum()) for name, where in is_target.items()}
+        rows = {name: where.reshape(len(where), -1).any(-1) for name, where in is_target.items()}
+        amounts = {name: float(count) for name, count in targets.items()}
+        if contract.reduction == "sample":
+            amounts = {name: float(have.sum()) for name, have in rows.items()}
+        elif contract.weight_column is not None:
+            amounts["labels"] = _summed_weights(loss_inputs, contract.weight_column, is_target["labels"], ids)
+        real_tokens = _real_tokens(loss_inputs["labels"], is_padding, ids)
+        return cls(model_inputs, loss_inputs, targets, amounts, rows, real_tokens, ids)
 
 
-def count_targets(micro_batches: Iterable[MicroBatch], setup: DistributedSetup) -> dict[str, int]:
-    """Supervised tokens of the whole step by label tensor: all micro-batches, all ranks, one integer all-reduce."""
-    totals: dict[str, int] = {}
+def _label_tensors(loss_inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in sorted(loss_inputs.items()):
+        if (name == "labels" or name.endswith("_labels")) and isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def _summed_weights(
+    loss_inputs: Mapping[str, Any], column: str, is_target: torch.Tensor, sample_ids: Sequence[int]
+) -> float:
+    weights = loss_inputs.get(column)
+    if not isinstance(weights, torch.Tensor) or weights.shape != is_target.shape:
+        return math.nan  # the column is refused, by name, where the loss is called
+    weights = weights[is_target].double()
+    if not bool(((weights >= 0) & weights.isfinite()).all()):
+        raise RunError(
+            f"samples {list(sample_ids)}: the weights in the column {column!r} must be finite and not negative"
+        )
+    return float(weights.sum())
+
+
+def _real_tokens(labels: torch.Tensor, is_padding: torch.Tensor | None, sample_ids: Sequence[int]) -> torch.Tensor:
+    if is_padding is not None:
+        return ~is_padding.bool()
+    real_tokens = torch.ones(labels.shape, dtype=torch.bool)
+    for row, sample in enumerate(sample_ids):
+        real_tokens[row] = sample != EMPTY_ROW
+    return real_tokens
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What a step is made of: targets and amounts by label tensor, and real tokens."""
+
+    targets: Mapping[str, int] = field(default_factory=dict)
+    amounts: Mapping[str, float] = field(default_factory=dict)
+    real_tokens: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to learn from."""
+        return not any(self.amounts.values())
+
+    def and_of(self, micro_batch: MicroBatch) -> StepCounts:
+        """These counts and those of one more micro-batch."""
+        return StepCounts(
+            {name: self.targets.get(name, 0) + count for name, count in micro_batch.targets.items()},
+            {name: self.amounts.get(name, 0.0) + amount for name, amount in micro_batch.amounts.items()},
+            self.real_tokens + int(micro_batch.real_tokens.sum()),
+        )
+
+    def over_all_ranks(self, contract: LossContract, setup: DistributedSetup) -> StepCounts:
+        """The sum over all ranks: one integer all-reduce, and a collective of float64 where not tokens are counted."""
+        names = sorted(self.targets)
+        *summed, real_tokens = setup.sum_on_host([*(self.targets[name] for name in names), self.real_tokens])
+        targets = dict(zip(names, summed, strict=True))
+        if contract.reduction != "sample" and contract.weight_column is None:
+            return StepCounts(targets, {name: float(count) for name, count in targets.items()}, real_tokens)
+        by_rank = setup.gather_on_host([self.amounts[name] for name in names])
+        totals = [math.fsum(column) for column in zip(*by_rank, strict=True)]
+        return StepCounts(targets, dict(zip(names, totals, strict=True)), real_tokens)
+
+
+def count_step(micro_batches: Iterable[MicroBatch], contract: LossContract, setup: DistributedSetup) -> StepCounts:
+    """Count the whole step, over its micro-batches and all ranks."""
+    counts = StepCounts()
     for micro_batch in micro_batches:
-        for name, count in micro_batch.targets.items():
-            totals[name] = totals.get(name, 0) + count
-    names = sorted(totals)
-    return dict(zip(names, setup.sum_on_host([totals[name] for name in names]), strict=True))
+        counts = counts.and_of(micro_batch)
+    return counts.over_all_ranks(contract, setup)
 
 
 @dataclass
 class StepLoss:
     """Weighs the losses of a step's micro-batches so that their sum is the loss of one whole batch.
 
-    With `n` of the step's `N` supervised tokens in a micro-batch, a mean over its tokens counts `n / N` and a sum
-    counts `1 / N`. An entry `x_loss` of a dict is counted by `x_labels` where the batch has them, by `labels`
-    otherwise. Without supervised tokens a micro-batch counts exactly zero, whatever its loss returned.
+    With `n` of the step's `N` supervised tokens (or of their weights) in a micro-batch, a mean over its tokens counts
+    `n / N` and a sum counts `1 / N`; values of single rows count `1 / N` each, `N` being the step's rows with a
+    target. An entry `x_loss` of a dict is counted by `x_labels` where the batch has them, by `labels` otherwise.
+    Without supervised tokens a micro-batch counts exactly zero, whatever its loss returned.
     """
 
-    reduction: Reduction
-    totals: Mapping[str, int]
+    contract: LossContract
+    counts: StepCounts
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    terms: dict[str, torch.Tensor] = field(default_factory=dict)
     per_micro_batch: list[torch.Tensor] = field(default_factory=list)
 
-    def weigh(self, loss: Any, model_output: Any, targets: Mapping[str, int]) -> torch.Tensor:
+    def weigh(
+        self, loss: Any, model_output: Any, micro_batch: MicroBatch, terms: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """The scalar to call `backward()` on, for what a loss returned for one micro-batch.
 
         Args:
-            loss: a scalar tensor, or a dict of them by name.
+            loss: a tensor, or a dict of them by name: scalars, or a value for each row.
             model_output: what the model returned; keeps the graph alive where nothing is to be learnt.
-            targets: this micro-batch's supervised tokens by label tensor.
+            micro_batch: what the loss was computed of.
+            terms: this micro-batch's shares of what depends on the whole step.
         """
         weighted: torch.Tensor | None = None
-        for name, value in loss_entries(loss).items():
-            label = label_of(name, self.totals)
-            count = targets.get(label, 0)
+        for name, value in loss_entries(loss, self.contract, micro_batch).items():
             # Every rank knows every entry, also where it has nothing to add: the logged vector must line up.
             self.parts.setdefault(name, torch.zeros((), device=value.device))
-            if count == 0:
+            counted = counted_value(name, value, self.contract, micro_batch)
+            if counted is None:
                 continue
-            part = value * ((count if self.reduction == "mean" else 1) / self.totals[label])
+            value, factor = counted
+            part = value * (factor / self.counts.amounts[label_of(name, self.counts.amounts)])
             self.parts[name] = self.parts[name] + part.detach().float()
-            weighted = part if weighted is None else weighted + part
+            if name not in self.contract.diagnostics:
+                weighted = part if weighted is None else weighted + part
         if weighted is None:
             weighted = zero_of(model_output)
-            self.per_micro_batch.append(torch.zeros((), device=weighted.device))
-        else:
-            self.per_micro_batch.append(weighted.detach().float())
+        for name, share in (terms or {}).items():
+            if name in self.parts:
+                raise RunError(f"loss_fn: {name!r} is both an entry of the loss and a term of the step")
+            self.terms[name] = self.terms.get(name, torch.zeros((), device=share.device)) + share.detach().float()
+            weighted = weighted + share
+        self.per_micro_batch.append(weighted.detach().float())
         return weighted
+
+    @property
+    def logged(self) -> dict[str, torch.Tensor]:
+        """This rank's share of everything that is logged by name: entries, diagnostics and terms."""
+        return {**self.parts, **self.terms}
 
     def num_nonfinite(self, device: torch.device) -> torch.Tensor:
         """How many of this rank's micro-batches have a loss that is not finite, as a scalar on the device."""
@@ -91,26 +191,49 @@ class StepLoss:
         return (~torch.stack(self.per_micro_batch).isfinite()).sum()
 
 
-def label_of(entry: str, counts: Mapping[str, int]) -> str:
+def counted_value(
+    entry: str, value: torch.Tensor, contract: LossContract, micro_batch: MicroBatch
+) -> tuple[torch.Tensor, float] | None:
+    """An entry of a loss as a scalar and the factor that makes it a sum over all that it counts for.
+
+    None where nothing counts: the value may be anything then.
+    """
+    label = label_of(entry, micro_batch.amounts)
+    amount = micro_batch.amounts.get(label, 0.0)
+    if amount == 0:
+        return None
+    if contract.reduction == "sample":
+        counts = micro_batch.rows[label].to(value.device, non_blocking=True)
+        return torch.where(counts, value, torch.zeros_like(value)).sum(), 1.0
+    return value, amount if contract.reduction == "mean" else 1.0
+
+
+def label_of(entry: str, counts: Mapping[str, float]) -> str:
     """The label tensor that counts the loss entry: `x_labels` for `x_loss` where there is one, else `labels`."""
     own = f"{entry.removesuffix('_loss')}_labels"
     return own if own in counts else "labels"
 
 
-def loss_entries(loss: Any) -> dict[str, torch.Tensor]:
+def loss_entries(loss: Any, contract: LossContract, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
     """What a loss returned, by entry; a bare tensor is the entry `loss`.
 
     Raises:
-        RunError: something is not a scalar tensor, or there is nothing.
+        RunError: something is not a tensor of the shape that the loss declares, or there is nothing to train.
     """
     entries = dict(loss) if isinstance(loss, Mapping) else {"loss": loss}
+    num_rows = len(micro_batch.rows["labels"])
     for name, value in entries.items():
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        if contract.reduction == "sample":
+            if shape != (num_rows,):
+                wanted = f"a value for each of the {num_rows} rows"
+                raise RunError(f"loss_fn: {name!r} must be {wanted}, as its reduction 'sample' says, got {shape}")
+        elif not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise RunError(f"loss_fn: {name!r} must be a scalar tensor, got {shape}")
-    if not entries:
-        raise RunError("loss_fn: returned an empty dict; it must return a scalar tensor or a dict of them")
-    return {name: value.reshape(()) for name, value in entries.items()}
+    if not set(entries) - set(contract.diagnostics):
+        found = "only diagnostics" if entries else "an empty dict"
+        raise RunError(f"loss_fn: returned {found}; it must return a tensor, or a dict with one, to train on")
+    return entries if contract.reduction == "sample" else {name: value.reshape(()) for name, value in entries.items()}
 
 
 def zero_of(model_output: Any) -> torch.Tensor:

@@ -15,14 +15,14 @@ from hp_core.config import TrainerConfig
 from hp_core.data.order import GlobalOrder, StepBatches, evaluation_batches
 from hp_core.data.protocols import Datasets, MeshContext, RowDataset
 from hp_core.errors import RunError
-from hp_core.parallel.fsdp import require_sharded, set_gradient_sync
+from hp_core.parallel.fsdp import require_sharded
 from hp_core.parallel.setup import DistributedSetup
-from hp_core.training.accounting import MicroBatch, StepLoss, count_targets, on_device
+from hp_core.training.accounting import MicroBatch, StepLoss, count_step, on_device
 from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer, require_each_once, require_savable
 from hp_core.training.columns import column_arguments
 from hp_core.training.evaluation import Evaluation, evaluate
 from hp_core.training.gradients import clip, norm_and_count
-from hp_core.training.loss import Reduction
+from hp_core.training.loss import LossContract
 from hp_core.training.meter import Meter
 from hp_core.training.nonfinite import describe
 from hp_core.training.persistence import restore, save
@@ -30,6 +30,7 @@ from hp_core.training.run import Report, Run, data_facts, data_lines
 from hp_core.training.schedule import steps_left, total_steps
 from hp_core.training.startup import checked_datasets, checked_loss
 from hp_core.training.state import RunState, seed_everything
+from hp_core.training.step import Passes, accumulate_gradients
 
 GetBatch = Callable[[Iterator[Any]], tuple[dict[str, Any], dict[str, Any]]]
 
@@ -45,8 +46,7 @@ class BaseTrainer:
     setup: DistributedSetup
     model: nn.Module
     loss_fn: nn.Module
-    reduction: Reduction
-    columns: tuple[str, ...] = ()
+    contract: LossContract
     tokenizer: Any
     transform: Any
     collate_fn: Any
@@ -112,8 +112,8 @@ class BaseTrainer:
 
     def _build_loss(self) -> None:
         """Build the loss and show it the finished model."""
-        loss = checked_loss(self.run.plugins.hook.build_loss(config=self.config), self.run)
-        self.loss_fn, self.reduction, self.columns = loss
+        built = self.run.plugins.hook.build_loss(config=self.config)
+        self.loss_fn, self.contract = checked_loss(built, self.run)
         self.run.plugins.hook.bind_model(loss_fn=self.loss_fn, model=self.model, distributed_setup=self.setup)
 
     def _build_model_assets(self) -> None:
@@ -131,7 +131,7 @@ class BaseTrainer:
             mesh_context=self.mesh_context(),
             training_config=self.config.training,
         )
-        self.datasets = checked_datasets(built, self.run, self.loss_fn, self.columns)
+        self.datasets = checked_datasets(built, self.run, self.loss_fn, self.contract.columns)
         self.run.record(data=data_facts(self.datasets))
         for line in data_lines(self.datasets):
             self.run.console.say(line)
@@ -235,28 +235,22 @@ class BaseTrainer:
         started = time.perf_counter()
         state = self.run.state
         num_micro_batches = self.batches.micro_batches(self.order.step_size(state.position))
-        micro_batches = [MicroBatch.of(*self.get_batch(iterator)) for _ in range(num_micro_batches)]
+        micro_batches = [self._micro_batch(iterator) for _ in range(num_micro_batches)]
         data_seconds = time.perf_counter() - started
-        totals = count_targets(micro_batches, self.setup)
-        if "labels" not in totals:
-            raise RunError("get_batch returned loss inputs without 'labels'; nothing can be counted")
-        step_loss = StepLoss(self.reduction, totals)
+        counts = count_step(micro_batches, self.contract, self.setup)
+        step_loss = StepLoss(self.contract, counts)
         norm: float | None = None
         skipped: str | None = None
         lr = float(self.optimizer.param_groups[0]["lr"])
         state.step += 1
         state.position = self.order.advance(state.position)
-        if any(totals.values()):
-            for index, micro_batch in enumerate(micro_batches):
-                set_gradient_sync(self.model, index == num_micro_batches - 1)
-                loss, outputs = self._loss_of(micro_batch)
-                step_loss.weigh(loss, outputs, micro_batch.targets).backward()
-                del loss, outputs
+        if not counts.is_empty:
+            accumulate_gradients(micro_batches, self._passes, step_loss, self.setup)
             norm, skipped = self._update(micro_batches, step_loss)
         else:
             skipped = "no tokens"
             state.skipped_no_tokens += 1
-        tokens = 0 if skipped else totals["labels"]
+        tokens = 0 if skipped else counts.targets["labels"]
         state.tokens += tokens
         self._meter.add(tokens=tokens, seconds=time.perf_counter() - started, data_seconds=data_seconds)
         if skipped or state.step % self.config.training.log_every == 0 or state.step == self.last_step:
@@ -282,13 +276,19 @@ class BaseTrainer:
 
     def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
         """Call the loss, with the columns it declares and no others: a scalar tensor or a dict of them."""
-        columns = column_arguments(loss_inputs, self.columns)
+        columns = column_arguments(loss_inputs, self.contract.columns)
         return self.loss_fn(model_output=outputs, labels=loss_inputs["labels"], **columns)
 
-    def _loss_of(self, micro_batch: MicroBatch) -> tuple[Any, Any]:
+    @property
+    def _passes(self) -> Passes:
+        return Passes(self.model, self.loss_fn, self._outputs_of, self.postforward)
+
+    def _micro_batch(self, iterator: Iterator[Any]) -> MicroBatch:
+        return MicroBatch.of(*self.get_batch(iterator), self.contract)
+
+    def _outputs_of(self, micro_batch: MicroBatch) -> tuple[Any, dict[str, Any]]:
         model_inputs, loss_inputs = self.preforward(micro_batch)
-        outputs = self.forward(model_inputs)
-        return self.postforward(outputs, loss_inputs), outputs
+        return self.forward(model_inputs), loss_inputs
 
     def _update(self, micro_batches: list[MicroBatch], step_loss: StepLoss) -> tuple[float, str | None]:
         """Clip and move the weights, unless a number is not finite; all ranks decide alike."""
@@ -354,13 +354,8 @@ class BaseTrainer:
             len(dataset), self.setup.dp_rank, self.setup.dp_size, self.config.training.micro_batch_size
         )
         iterator = iter(self._loader(dataset, batches))
-        result = evaluate(
-            (self.model, self.loss_fn),
-            (MicroBatch.of(*self.get_batch(iterator)) for _ in batches),
-            lambda micro_batch: self._loss_of(micro_batch)[0],
-            self.reduction,
-            self.setup,
-        )
+        micro_batches = (self._micro_batch(iterator) for _ in batches)
+        result = evaluate(micro_batches, self._passes, self.contract, self.setup)
         metrics = result.as_metrics(self.run.state.step, split)
         self.run.log(metrics)
         loss = "none" if result.loss is None else f"{result.loss:.4f}"

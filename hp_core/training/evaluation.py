@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,10 @@ from hp_core.data.protocols import Datasets
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.fsdp import reshard
 from hp_core.parallel.setup import DistributedSetup
-from hp_core.training.accounting import MicroBatch, label_of, loss_entries
-from hp_core.training.loss import Reduction
+from hp_core.training.accounting import MicroBatch, StepCounts, counted_value, label_of, loss_entries
+from hp_core.training.loss import LossContract
 from hp_core.training.state import random_state, restore_random_state
+from hp_core.training.step import Passes
 
 
 @dataclass(frozen=True)
@@ -78,37 +79,33 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
 
 
 def evaluate(
-    modules: Sequence[nn.Module],
-    micro_batches: Iterable[MicroBatch],
-    loss_of: Callable[[MicroBatch], Any],
-    reduction: Reduction,
-    setup: DistributedSetup,
+    micro_batches: Iterable[MicroBatch], passes: Passes, contract: LossContract, setup: DistributedSetup
 ) -> Evaluation:
-    """Add up `loss_of` over this rank's micro-batches and over all ranks, by token.
+    """Add up the loss over this rank's micro-batches and over all ranks, by token (or weight, or row).
 
     Every rank must bring the same number of micro-batches; those without targets count nothing. Sums run in
-    float64.
+    float64. Terms that depend on a whole training step are no part of it.
     """
     started = time.perf_counter()
     sums: dict[str, torch.Tensor] = {}
-    counts: dict[str, int] = {}
-    with evaluating(*modules):
+    counts = StepCounts()
+    with evaluating(passes.model, passes.loss_fn):
         for micro_batch in micro_batches:
-            entries = loss_entries(loss_of(micro_batch))
-            for label, count in micro_batch.targets.items():
-                counts[label] = counts.get(label, 0) + count
+            entries = loss_entries(passes.loss(*passes.forward(micro_batch)), contract, micro_batch)
+            counts = counts.and_of(micro_batch)
             for name, value in entries.items():
-                count = micro_batch.targets.get(label_of(name, micro_batch.targets), 0)
                 sums.setdefault(name, torch.zeros((), dtype=torch.float64, device=value.device))
-                if count:
-                    sums[name] += value.double() * (count if reduction == "mean" else 1)
-    names, labels = sorted(sums), sorted(counts)
+                counted = counted_value(name, value, contract, micro_batch)
+                if counted is not None:
+                    sums[name] += counted[0].double() * counted[1]
+    counts = counts.over_all_ranks(contract, setup)
+    names = sorted(sums)
     rows = setup.gather_on_host([float(sums[name]) for name in names])
-    totals = dict(zip(labels, setup.sum_on_host([counts[label] for label in labels]), strict=True))
     losses = {
-        name: sum(row[index] for row in rows) / totals[label_of(name, totals)]
+        name: sum(row[index] for row in rows) / counts.amounts[label_of(name, counts.amounts)]
         for index, name in enumerate(names)
-        if totals[label_of(name, totals)]
+        if counts.amounts[label_of(name, counts.amounts)]
     }
-    loss = sum(losses.values()) if losses else None
-    return Evaluation(loss, totals.get("labels", 0), losses, time.perf_counter() - started)
+    trained = [value for name, value in losses.items() if name not in contract.diagnostics]
+    loss = sum(trained) if trained else None
+    return Evaluation(loss, counts.targets.get("labels", 0), losses, time.perf_counter() - started)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -14,12 +15,16 @@ from hp_core.errors import InputError, Problem
 
 IGNORE_INDEX = -100
 
-Reduction = Literal["mean", "sum"]
+Reduction = Literal["mean", "sum", "sample"]
 
 
 @runtime_checkable
 class DeclaresReduction(Protocol):
-    """A loss that says how it reduces: `mean` over its supervised tokens (assumed of any other loss) or `sum`."""
+    """A loss that says how it reduces.
+
+    `mean` over the micro-batch's supervised tokens (assumed of any other loss), their `sum`, or `sample`: a value for
+    each row, whose mean over the rows with a target is the loss of the step.
+    """
 
     reduction: str
 
@@ -32,6 +37,72 @@ class DeclaresColumns(Protocol):
     """
 
     columns: Sequence[str]
+
+
+@runtime_checkable
+class WeighsTokens(Protocol):
+    """A loss that multiplies each token's loss by one of its columns.
+
+    The step is then normalised by the weights of the supervised tokens instead of their number: a mean is
+    `sum(w * l) / sum(w)`, a sum `sum(w * l)`.
+    """
+
+    weight_column: str | None
+
+
+@runtime_checkable
+class IgnoresLabel(Protocol):
+    """A loss to which labels of this value are no targets; -100 never is one."""
+
+    ignore_index: int
+
+
+@runtime_checkable
+class DeclaresDiagnostics(Protocol):
+    """A loss that returns a dict some of whose entries are only logged: they are no part of what is trained."""
+
+    diagnostics: Sequence[str]
+
+
+@runtime_checkable
+class HasStepTerms(Protocol):
+    """A loss with terms that depend on all tokens of a step at once, such as the balance of a router's load.
+
+    `needs_statistics` says whether `step_statistics` is to be called. If it is, a step of several micro-batches runs
+    each of them forward twice: once for the statistics, without gradients, and once for the gradients.
+    """
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the terms depend on what `step_statistics` finds."""
+        ...
+
+    def step_statistics(self, *, model_output: Any, real_tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is to be summed over the micro-batches and ranks of a step, after a forward pass.
+
+        Args:
+            model_output: what the model returned.
+            real_tokens: bool, (rows, tokens); False on padding.
+        """
+        ...
+
+    def step_terms(
+        self,
+        *,
+        model_output: Any,
+        real_tokens: torch.Tensor,
+        num_real_tokens: int,
+        statistics: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """This micro-batch's share of each term, by name: scalars whose sum over the step is the term.
+
+        Args:
+            model_output: what the model returned.
+            real_tokens: bool, (rows, tokens); False on padding.
+            num_real_tokens: those of the whole step.
+            statistics: the sums over the step, in float64; empty unless `needs_statistics`.
+        """
+        ...
 
 
 @runtime_checkable
@@ -52,18 +123,61 @@ class BindsModel(Protocol):
         ...
 
 
-def reduction_of(loss_fn: nn.Module) -> Reduction:
-    """How `loss_fn` reduces over tokens.
+@dataclass(frozen=True)
+class LossContract:
+    """What a loss declares about itself: how it reduces, what it is given, and what counts."""
+
+    reduction: Reduction = "mean"
+    columns: tuple[str, ...] = ()
+    weight_column: str | None = None
+    ignore_index: int = IGNORE_INDEX
+    diagnostics: tuple[str, ...] = ()
+
+    def is_target(self, labels: torch.Tensor) -> torch.Tensor:
+        """Which labels are targets, as a bool tensor of their shape."""
+        return (labels != IGNORE_INDEX) & (labels != self.ignore_index)
+
+
+def contract_of(loss_fn: nn.Module) -> LossContract:
+    """What `loss_fn` declares.
 
     Raises:
-        ValueError: it declares a reduction the engine can't make exact.
+        InputError: it declares something that the engine can't keep.
     """
-    declared = loss_fn.reduction if isinstance(loss_fn, DeclaresReduction) else "mean"
+    columns = columns_of(loss_fn)
+    weight_column: object = loss_fn.weight_column if isinstance(loss_fn, WeighsTokens) else None
+    if weight_column is not None and weight_column not in columns:
+        declared = ", ".join(columns) or "none"
+        message = f"{_name(loss_fn)}.weight_column is {weight_column!r}, which is none of its columns ({declared})"
+        raise _refused(message, f"write columns = ({weight_column!r},)")
+    if isinstance(weight_column, str) and weight_column.endswith("_labels"):
+        raise _refused(f"{_name(loss_fn)}.weight_column is {weight_column!r}, but `…_labels` are targets")
+    ignore_index: object = loss_fn.ignore_index if isinstance(loss_fn, IgnoresLabel) else IGNORE_INDEX
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise _refused(f"{_name(loss_fn)}.ignore_index is {ignore_index!r}, not a whole number")
+    return LossContract(
+        reduction=reduction_of(loss_fn),
+        columns=columns,
+        weight_column=weight_column if isinstance(weight_column, str) else None,
+        ignore_index=ignore_index,
+        diagnostics=_diagnostics(loss_fn),
+    )
+
+
+def reduction_of(loss_fn: nn.Module) -> Reduction:
+    """How `loss_fn` reduces.
+
+    Raises:
+        InputError: it declares a reduction the engine can't make exact.
+    """
+    declared: object = loss_fn.reduction if isinstance(loss_fn, DeclaresReduction) else "mean"
     if declared == "mean":
         return "mean"
     if declared == "sum":
         return "sum"
-    raise ValueError(f"{type(loss_fn).__name__}.reduction is {declared!r}; a loss declares 'mean' or 'sum'")
+    if declared == "sample":
+        return "sample"
+    raise _refused(f"{_name(loss_fn)}.reduction is {declared!r}; a loss declares 'mean', 'sum' or 'sample'")
 
 
 def columns_of(loss_fn: nn.Module) -> tuple[str, ...]:
@@ -74,25 +188,40 @@ def columns_of(loss_fn: nn.Module) -> tuple[str, ...]:
     """
     if not isinstance(loss_fn, DeclaresColumns):
         return ()
-    declared: object = loss_fn.columns
-    names = tuple(declared) if isinstance(declared, (tuple, list)) else ()
-    loss, hint = type(loss_fn).__name__, ""
+    names = _names(loss_fn, "columns", loss_fn.columns, 'write columns = ("weights",)')
     parameters = inspect.signature(loss_fn.forward).parameters
     is_open = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     takes = {name for name, one in parameters.items() if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
-    if not isinstance(declared, (tuple, list)) or not all(isinstance(name, str) and name for name in names):
-        message, hint = f"{loss}.columns is {declared!r}, not a tuple of names", 'write columns = ("weights",)'
-    elif len(set(names)) != len(names):
-        message = f"{loss}.columns names one twice: {', '.join(names)}"
-    elif taken := [name for name in names if name in RESERVED]:
-        message = f"{loss}.columns names {taken[0]!r}, which is no column"
+    if taken := [name for name in names if name in RESERVED]:
         hint = "columns are arrays that a dataset adds to its rows, beside input_ids, labels and position_ids"
-    elif strange := [name for name in names if not is_open and name not in takes]:
-        message = f"{loss} declares the column {strange[0]!r}, which its forward does not take"
-        hint = f"write def forward(self, *, model_output, labels, {', '.join(names)})"
-    else:
-        return names
-    raise InputError(Problem(message, path="loss_fn", hint=hint))
+        raise _refused(f"{_name(loss_fn)}.columns names {taken[0]!r}, which is no column", hint)
+    if strange := [name for name in names if not is_open and name not in takes]:
+        message = f"{_name(loss_fn)} declares the column {strange[0]!r}, which its forward does not take"
+        raise _refused(message, f"write def forward(self, *, model_output, labels, {', '.join(names)})")
+    return names
+
+
+def _diagnostics(loss_fn: nn.Module) -> tuple[str, ...]:
+    if not isinstance(loss_fn, DeclaresDiagnostics):
+        return ()
+    return _names(loss_fn, "diagnostics", loss_fn.diagnostics, 'write diagnostics = ("accuracy",)')
+
+
+def _names(loss_fn: nn.Module, attribute: str, declared: object, hint: str) -> tuple[str, ...]:
+    names = tuple(declared) if isinstance(declared, (tuple, list)) else ()
+    if not isinstance(declared, (tuple, list)) or not all(isinstance(name, str) and name for name in names):
+        raise _refused(f"{_name(loss_fn)}.{attribute} is {declared!r}, not a tuple of names", hint)
+    if len(set(names)) != len(names):
+        raise _refused(f"{_name(loss_fn)}.{attribute} names one twice: {', '.join(names)}")
+    return names
+
+
+def _name(loss_fn: nn.Module) -> str:
+    return type(loss_fn).__name__
+
+
+def _refused(message: str, hint: str = "") -> InputError:
+    return InputError(Problem(message, path="loss_fn", hint=hint))
 
 
 class ModelOutputLoss(nn.Module):
@@ -111,12 +240,3 @@ class ModelOutputLoss(nn.Module):
         if loss is None:
             raise ValueError("model_output.loss is None: this model computes no loss, so the recipe needs a loss_fn")
         return loss  # type: ignore[no-any-return]
-
-
-def num_targets(loss_inputs: Mapping[str, Any]) -> dict[str, int]:
-    """Supervised tokens of a micro-batch for each label tensor (`labels`, and any `*_labels`), counted on the host."""
-    return {
-        name: int((value != IGNORE_INDEX).sum())
-        for name, value in sorted(loss_inputs.items())
-        if (name == "labels" or name.endswith("_labels")) and isinstance(value, torch.Tensor)
-    }

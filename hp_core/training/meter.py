@@ -41,16 +41,16 @@ class Meter:
         Losses are those of this step alone. Rates and times are means over the window, of the slowest rank.
         A skipped step has no loss to tell: none was optimised.
         """
-        names = sorted(step_loss.parts)
-        rows = setup.gather_on_host(
-            [*(float(step_loss.parts[name]) for name in names), self._seconds, self._data_seconds]
-        )
+        own = step_loss.logged
+        names = sorted(own)
+        rows = setup.gather_on_host([*(float(own[name]) for name in names), self._seconds, self._data_seconds])
         losses = {name: sum(row[index] for row in rows) for index, name in enumerate(names)}
         seconds = max(row[-2] for row in rows)
         data_seconds = max(row[-1] for row in rows)
+        diagnostics = step_loss.contract.diagnostics
         metrics: dict[str, Any] = {
             "step": state.step,
-            "loss": None if skipped else sum(losses.values()),
+            "loss": None if skipped else sum(value for name, value in losses.items() if name not in diagnostics),
             "grad_norm": norm,
             "lr": lr,
             "tokens": tokens,

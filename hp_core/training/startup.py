@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from hp_core.data.order import check_batch
 from hp_core.data.protocols import Datasets
 from hp_core.data.rows import as_datasets
-from hp_core.errors import InputError, Problem
 from hp_core.training.built import as_module, require_loss_call, require_without_parameters
 from hp_core.training.columns import require_columns
 from hp_core.training.evaluation import require_validation
-from hp_core.training.loss import Reduction, columns_of, reduction_of
+from hp_core.training.loss import LossContract, contract_of
 from hp_core.training.run import Run
 
 
-class CheckedLoss(NamedTuple):
-    """A loss, how it reduces, and the columns that it takes beside `model_output` and `labels`."""
-
-    loss_fn: nn.Module
-    reduction: Reduction
-    columns: tuple[str, ...]
-
-
-def checked_loss(built: Any, run: Run) -> CheckedLoss:
-    """What `build_loss` gave, on the run's device.
+def checked_loss(built: Any, run: Run) -> tuple[nn.Module, LossContract]:
+    """What `build_loss` gave, on the run's device, and what it declares.
 
     Raises:
         InputError: it is no loss that this trainer can call, weigh and leave untrained.
     """
     loss_fn = as_module(built, "loss_fn").to(run.setup.device)
-    columns = columns_of(loss_fn)
-    require_loss_call(loss_fn, columns)
+    contract = contract_of(loss_fn)
+    require_loss_call(loss_fn, contract.columns)
     require_without_parameters(loss_fn)
-    try:
-        return CheckedLoss(loss_fn, reduction_of(loss_fn), columns)
-    except ValueError as error:
-        raise InputError(Problem(str(error), path="loss_fn")) from error
+    return loss_fn, contract
 
 
 def checked_datasets(built: Any, run: Run, loss_fn: nn.Module, columns: Sequence[str]) -> Datasets:

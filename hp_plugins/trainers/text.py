@@ -44,7 +44,7 @@ class TextTrainer(BaseTrainer):
         """The model's output for a batch, and whether the loss lets the model see the labels."""
         # What prepares the model's inputs may use any column, so the batch of a probe holds them too.
         batch = {**batch, **empty_columns(self.datasets.train, batch["labels"].shape[1])}
-        model_inputs, _ = self.preforward(MicroBatch.of(*get_batch(iter([batch]))))
+        model_inputs, _ = self.preforward(MicroBatch.of(*get_batch(iter([batch])), self.contract))
         require_positions(model_inputs)
         with evaluating(self.model):
             return self.forward(model_inputs), "labels" in model_inputs
@@ -62,7 +62,7 @@ class TextTrainer(BaseTrainer):
 
     def _build_get_batch(self) -> None:
         self.get_batch = get_batch
-        _check_columns(self.collate_fn, self.datasets, self.columns)
+        _check_columns(self.collate_fn, self.datasets, self.contract.columns)
 
     def _finish(self, evaluation: Evaluation | None) -> Evaluation | None:
         evaluation = super()._finish(evaluation)

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from hp_core.data.build import build_datasets
-from hp_core.training.loss import IGNORE_INDEX, ModelOutputLoss, num_targets
+from hp_core.training.accounting import MicroBatch
+from hp_core.training.loss import IGNORE_INDEX, ModelOutputLoss
 from hp_plugins.collators.rows import rows
 from hp_plugins.losses.causal_lm import CausalLMLoss
 from hp_plugins.trainers.text import get_batch
@@ -210,7 +211,7 @@ def test_five_tokens_are_four_targets(tmp_path, config):
     model_inputs, loss_inputs = a_public_batch([text_of(ids[0, :4].tolist())], 5, tmp_path)
     assert model_inputs["input_ids"].tolist() == ids.tolist()
     assert loss_inputs["labels"].tolist() == [[9, 2, 7, 0, IGNORED]]
-    assert num_targets(loss_inputs) == {"labels": 4}
+    assert MicroBatch.of({}, loss_inputs).targets == {"labels": 4}
     plain = model(input_ids=ids, labels=ids).loss.item()
     own = ModelOutputLoss()(model_output=model(**model_inputs), labels=loss_inputs["labels"])
     assert own.item() == pytest.approx(plain, rel=1e-6)
@@ -225,7 +226,7 @@ def test_the_first_token_of_a_packed_document_is_no_target(tmp_path):
     _, loss_inputs = a_public_batch(["abcd", "ABCDEF"], 12, tmp_path)
     expected = [*map(ord, "bcd"), 0, IGNORED, *map(ord, "BCDEF"), 0, IGNORED]
     assert loss_inputs["labels"].tolist() == [expected]
-    assert num_targets(loss_inputs) == {"labels": 10}
+    assert MicroBatch.of({}, loss_inputs).targets == {"labels": 10}
 
 
 class CountingUp(torch.nn.Module):

@@ -5,13 +5,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hp_core.training.accounting import StepLoss
+from hp_core.training.accounting import StepCounts, StepLoss
+from hp_core.training.loss import LossContract
 from hp_core.training.meter import Meter
 from hp_core.training.state import RunState
 
 
 def row(parts: dict[str, float], skipped: str | None = None) -> dict[str, object]:
-    step_loss = StepLoss("mean", {"labels": 4}, {name: torch.tensor(value) for name, value in parts.items()})
+    step_loss = StepLoss(
+        LossContract(),
+        StepCounts({"labels": 4}, {"labels": 4.0}),
+        {name: torch.tensor(value) for name, value in parts.items()},
+    )
     # The second of two ranks has half of the losses.
     setup = SimpleNamespace(gather_on_host=lambda values: [values, [value / 2 for value in values]])
     meter = Meter()

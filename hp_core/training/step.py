@@ -1,0 +1,101 @@
+"""The forward and backward passes of one step, over its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hp_core.parallel.fsdp import reshard, set_gradient_sync
+from hp_core.parallel.setup import DistributedSetup
+from hp_core.training.accounting import MicroBatch, StepLoss
+from hp_core.training.loss import HasStepTerms
+from hp_core.training.state import random_state, restore_random_state
+
+Statistics = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How a micro-batch goes through the model and the loss.
+
+    `forward` gives the model's output and the loss's inputs; `loss` takes both, and gives what the loss returned.
+    """
+
+    model: nn.Module
+    loss_fn: nn.Module
+    forward: Callable[[MicroBatch], tuple[Any, dict[str, Any]]]
+    loss: Callable[[Any, dict[str, Any]], Any]
+
+
+def accumulate_gradients(
+    micro_batches: Sequence[MicroBatch], passes: Passes, step_loss: StepLoss, setup: DistributedSetup
+) -> None:
+    """Add the gradients of a whole step to the model's parameters, and its loss to `step_loss`. Every rank calls it."""
+    terms = _Terms(passes, step_loss, setup)
+    if len(micro_batches) > 1:
+        terms.look_ahead(micro_batches)
+    for index, micro_batch in enumerate(micro_batches):
+        set_gradient_sync(passes.model, index == len(micro_batches) - 1)
+        outputs, loss_inputs = passes.forward(micro_batch)
+        loss = passes.loss(outputs, loss_inputs)
+        step_loss.weigh(loss, outputs, micro_batch, terms.of(micro_batch, outputs)).backward()
+        del loss, outputs
+
+
+class _Terms:
+    """What of the loss depends on the whole step, if anything does."""
+
+    def __init__(self, passes: Passes, step_loss: StepLoss, setup: DistributedSetup) -> None:
+        self._passes = passes
+        self._counts = step_loss.counts
+        self._setup = setup
+        self._statistics: Statistics | None = None
+
+    def look_ahead(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Run every micro-batch forward once, for the statistics alone.
+
+        The random numbers start over afterwards, so the passes with gradients see the same dropout.
+        """
+        loss_fn = self._passes.loss_fn
+        if not (isinstance(loss_fn, HasStepTerms) and loss_fn.needs_statistics):
+            return
+        random, found = random_state(), []
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                outputs, _ = self._passes.forward(micro_batch)
+                found.append(self._own_statistics(loss_fn, micro_batch, outputs))
+                del outputs
+        reshard(self._passes.model)
+        restore_random_state(random)
+        self._statistics = self._summed(found)
+
+    def of(self, micro_batch: MicroBatch, outputs: Any) -> dict[str, torch.Tensor]:
+        """The micro-batch's shares of the terms."""
+        loss_fn = self._passes.loss_fn
+        if not isinstance(loss_fn, HasStepTerms):
+            return {}
+        if self._statistics is None and loss_fn.needs_statistics:
+            self._statistics = self._summed([self._own_statistics(loss_fn, micro_batch, outputs)])
+        return loss_fn.step_terms(
+            model_output=outputs,
+            real_tokens=self._on_device(micro_batch.real_tokens),
+            num_real_tokens=self._counts.real_tokens,
+            statistics=self._statistics or {},
+        )
+
+    @torch.no_grad()
+    def _own_statistics(self, loss_fn: HasStepTerms, micro_batch: MicroBatch, outputs: Any) -> Statistics:
+        real_tokens = self._on_device(micro_batch.real_tokens)
+        return loss_fn.step_statistics(model_output=outputs, real_tokens=real_tokens)
+
+    def _summed(self, found: Sequence[Mapping[str, torch.Tensor]]) -> Statistics:
+        names = sorted(found[0])
+        summed = [torch.stack([one[name].double() for one in found]).sum(0) for name in names]
+        return dict(zip(names, self._setup.sum_tensors(summed), strict=True))
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._setup.device, non_blocking=True)
