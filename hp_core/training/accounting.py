@@ -169,15 +169,16 @@ class StepLoss:
             self.parts[name] = self.parts[name] + part.detach().float()
             if name not in self.contract.diagnostics:
                 weighted = part if weighted is None else weighted + part
-        if weighted is None:
-            weighted = zero_of(model_output)
+        # Every rank must join every collective of the backward pass, also where it has nothing to learn.
+        total = zero_of(model_output) if weighted is None else weighted
+        value = torch.zeros((), device=total.device) if weighted is None else weighted.detach().float()
         for name, share in (terms or {}).items():
             if name in self.parts:
                 raise RunError(f"loss_fn: {name!r} is both an entry of the loss and a term of the step")
             self.terms[name] = self.terms.get(name, torch.zeros((), device=share.device)) + share.detach().float()
-            weighted = weighted + share
-        self.per_micro_batch.append(weighted.detach().float())
-        return weighted
+            total, value = total + share, value + share.detach().float()
+        self.per_micro_batch.append(value)
+        return total
 
     @property
     def logged(self) -> dict[str, torch.Tensor]:

@@ -94,7 +94,7 @@ def test_a_broken_promise_is_caught_by_its_own_check(component: Any, names: list
         (broken.ReturnsVector, "'loss' must be a scalar tensor, got (48,)"),
         (broken.Detached, "what it returns has no gradient"),
         (broken.OtherNames, "can't be called with model_output and labels"),
-        (broken.OddReduction, "a loss declares 'mean' or 'sum'"),
+        (broken.OddReduction, "a loss declares 'mean', 'sum' or 'sample'"),
         (broken.WithParameter, "trainable parameter 'weight', which nothing would train"),
         (broken.no_module, "the component built a function; it must build a torch.nn.Module"),
     ],
