@@ -270,6 +270,37 @@ def pinned(bench: Bench) -> bool:
         return [torch_loader(pin_memory=value, **given).pin_memory for value in (True, False)] == [True, False]
 
 
+def weights_act(loss: str) -> Callable[[Bench], bool]:
+    """Weights that differ between documents change the loss of a whole set."""
+
+    def check(bench: Bench) -> bool:
+        common = (*OTHER, f"--loss_fn.name={loss}", "--training.train_iters=1", "--optimizer.lr=1e-30")
+        plain = bench.run(*common)
+        weighted = bench.run(*common, "--dataset.columns=[weight]", "--loss_fn.token_weights=weight")
+        assert plain.code == weighted.code == 0, weighted.output
+        return abs(weighted.rows[-1]["eval_loss"] / plain.rows[-1]["eval_loss"] - 1) > 1e-4
+
+    return check
+
+
+def rows_of_a_chunk(bench: Bench, *overrides: str) -> int:
+    """The most tokens whose logits the chunked loss held at a time."""
+    from hp_plugins.losses.objective import Objective
+
+    seen: list[int] = []
+    plain = Objective.total_and_gradient_
+
+    def watched(self: Objective, logits: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.append(len(logits))
+        return plain(self, logits, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Objective, "total_and_gradient_", watched)
+        outcome = bench.run(*CHUNKED, "--training.train_iters=1", *overrides)
+    assert outcome.code == 0, outcome.output
+    return max(seen)
+
+
 DOCS = ("--dataset={name: python_docs, max_files: 6, max_seq_len: 32, validation_fraction: 0.3, tokenizer: bytes}",)
 BPE = ("--dataset.tokenizer={name: bpe, vocab_size: 280}",)
 MUON = ("--optimizer={name: muon, lr: 0.02, adamw_lr: 1e-2}", "--training.train_iters=4")
@@ -278,6 +309,7 @@ COSINE = ("--lr_scheduler={name: cosine, warmup_steps: 1}", "--training.train_it
 LINEAR = ("--lr_scheduler={name: linear, warmup_steps: 1}", "--training.train_iters=4")
 WSD = ("--lr_scheduler={name: wsd, decay_steps: 2}", "--training.train_iters=4")
 DENSE = ("--loss_fn={name: causal_lm}",)
+CHUNKED = ("--loss_fn={name: chunked_causal_lm}",)
 OTHER = ("--dataset.files={texts}/other.jsonl", "--training.global_batch_size=1")
 CACHE = "--dataset.cache_dir={tmp}/mine"
 
@@ -376,8 +408,24 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
         bench.run("--model={name: causal_lm, pretrained: '{texts}/remote', trust_remote_code: true}").code == 0
         and bench.run("--model={name: causal_lm, pretrained: '{texts}/remote'}").code == 2
     ),
-    "hp.losses.causal_lm.label_smoothing": losses_differ("--loss_fn.label_smoothing=0.2", base=DENSE),
-    "hp.losses.causal_lm.z_loss": losses_differ("--loss_fn.z_loss=0.1", base=DENSE),
+    **{
+        f"hp.losses.{loss[0].partition(': ')[2][:-1]}.{name}": losses_differ(f"--loss_fn.{name}={value}", base=base)
+        for loss in (DENSE, CHUNKED)
+        for name, value, base in (
+            ("label_smoothing", "0.2", loss),
+            ("z_loss", "0.1", loss),
+            ("ignore_index", str(ord("a")), loss),
+        )
+    },
+    "hp.losses.causal_lm.token_weights": weights_act("causal_lm"),
+    "hp.losses.chunked_causal_lm.token_weights": weights_act("chunked_causal_lm"),
+    "hp.losses.chunked_causal_lm.chunk_size": lambda bench: (
+        rows_of_a_chunk(bench, "--loss_fn.chunk_size=5") == 5 and 100 < rows_of_a_chunk(bench) < 128
+    ),
+    # 20,000 logits in fp32 are 80,000 bytes.
+    "hp.losses.chunked_causal_lm.memory_budget_mib": lambda bench: (
+        rows_of_a_chunk(bench, "--model.config.vocab_size=20000", "--loss_fn.memory_budget_mib=1") == 2**20 // 80_000
+    ),
     **{
         f"hp.optimizers.adamw.{name}": losses_differ(f"--optimizer.{name}={value}", "--training.train_iters=4")
         for name, value in {

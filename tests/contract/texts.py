@@ -56,7 +56,7 @@ def write_texts(folder: Path) -> Path:
             f"text {index} is about {index * 37} things, and that is all\n"
         )
     other = [
-        {"title": f"title {index}", "text": f"another text, number {index} of many" * 3, "two": 2}
+        {"title": f"title {index}", "text": f"another text, number {index} of many" * 3, "two": 2, "weight": index + 1}
         for index in range(12)
     ]
     (folder / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))

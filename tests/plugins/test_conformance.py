@@ -9,6 +9,7 @@ from hp_core import ModelOutputLoss
 from hp_core.testing import loss_checks, optimizer_checks, replacement_checks
 from hp_core.testing.checks import Check
 from hp_plugins.losses.causal_lm import CausalLMLoss
+from hp_plugins.losses.chunked_causal_lm import ChunkedCausalLMLoss
 from hp_plugins.optimizers.adamw import AdamW
 from hp_plugins.optimizers.groups import ParameterGroup
 from hp_plugins.optimizers.muon import Muon
@@ -27,8 +28,38 @@ def test_causal_lm_loss(check: Check) -> None:
     check()
 
 
-@loss_checks(CausalLMLoss, family="qwen3_moe", label_smoothing=0.1, z_loss=1e-3)
+@loss_checks(
+    CausalLMLoss, family="qwen3_moe", label_smoothing=0.1, z_loss=1e-3, ignore_index=-1, token_weights="weights"
+)
 def test_causal_lm_loss_with_every_option(check: Check) -> None:
+    check()
+
+
+@loss_checks(ChunkedCausalLMLoss)
+def test_chunked_causal_lm_loss(check: Check) -> None:
+    check()
+
+
+@loss_checks(
+    ChunkedCausalLMLoss,
+    family="gemma2",
+    skip={"gradients": "an embedding gives its padding token, which is a text token here, no gradient"},
+    memory_budget_mib=1,
+)
+def test_chunked_causal_lm_loss_of_capped_logits(check: Check) -> None:
+    check()
+
+
+@loss_checks(
+    ChunkedCausalLMLoss,
+    family="llama_tied",
+    label_smoothing=0.1,
+    z_loss=1e-3,
+    ignore_index=-1,
+    token_weights="weights",
+    chunk_size=7,
+)
+def test_chunked_causal_lm_loss_with_every_option(check: Check) -> None:
     check()
 
 

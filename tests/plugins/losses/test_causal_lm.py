@@ -53,8 +53,8 @@ def output(logits: torch.Tensor, **fields) -> CausalLMOutputWithPast:
 def test_the_loss_is_its_formula_summed_over_supervised_tokens(smoothing, z):
     logits, labels = a_batch()
     loss = CausalLMLoss(label_smoothing=smoothing, z_loss=z)(model_output=output(logits), labels=labels)
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(by_hand(logits, labels, smoothing, z), rel=1e-6)
+    assert loss.dtype == torch.float64
+    assert loss.item() == pytest.approx(by_hand(logits, labels, smoothing, z), rel=1e-12)
 
 
 def test_every_option_changes_the_loss():

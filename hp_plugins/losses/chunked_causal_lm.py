@@ -1,0 +1,172 @@
+"""Cross entropy for causal language models that never holds the logits of all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from hp_core.errors import ArgumentError, InputError, Problem, RunError
+from hp_core.training.loss import IGNORE_INDEX
+from hp_plugins.losses.auxiliary import router_coefficient, with_router_loss
+from hp_plugins.losses.chunked import ChunkedHeadLoss
+from hp_plugins.losses.head import LossHead, measure_transform
+from hp_plugins.losses.logits import LogitTransform
+from hp_plugins.losses.objective import Objective
+from hp_plugins.losses.targets import IgnoreIndex, LabelSmoothing, Supervision, Targets, TokenWeights, ZLoss
+
+MIB = 2**20
+DEFAULT_BUDGET_MIB = 512
+
+ChunkSize = Annotated[
+    Annotated[int, Field(ge=1)] | Literal["auto"],
+    Field(description="Tokens whose logits are held at a time; auto: as many as memory_budget_mib holds."),
+]
+MemoryBudget = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    Field(description=f"MiB for the buffers of a chunk where chunk_size is auto; {DEFAULT_BUDGET_MIB} if left out."),
+]
+
+
+class ChunkedCausalLMLoss(nn.Module):
+    """The loss of `causal_lm`, computed within the model's head for some tokens at a time.
+
+    The logits of a model with a large vocabulary take far more memory than its hidden states. This loss takes them
+    from the head in chunks, together with their gradients, and lets the model return a zero of shape (1, 1, 1) as its
+    `logits`, through which the gradient flows. The head works as before outside of training and evaluation steps.
+    """
+
+    reduction = "sum"
+    columns: Sequence[str]
+    weight_column: str | None
+    ignore_index: int
+
+    def __init__(
+        self,
+        label_smoothing: LabelSmoothing = 0.0,
+        z_loss: ZLoss = 0.0,
+        ignore_index: IgnoreIndex = IGNORE_INDEX,
+        token_weights: TokenWeights = None,
+        chunk_size: ChunkSize = "auto",
+        memory_budget_mib: MemoryBudget = None,
+    ) -> None:
+        super().__init__()
+        if chunk_size != "auto" and memory_budget_mib is not None:
+            message = f"a budget chooses the chunk size, which is {chunk_size} already"
+            raise ArgumentError("memory_budget_mib", message, "leave it out, or set loss_fn.chunk_size=auto")
+        self._objective = Objective(label_smoothing, z_loss)
+        self._supervision = Supervision(ignore_index, token_weights)
+        self.columns, self.weight_column, self.ignore_index = self._supervision.columns, token_weights, ignore_index
+        self._chunk_size = chunk_size
+        self._budget_mib = memory_budget_mib or DEFAULT_BUDGET_MIB
+        self._bound: _Bound | None = None
+        self._pending: _Pending | None = None
+
+    def bind_model(self, model: nn.Module, distributed_setup: Any) -> None:
+        """Take the place of the head's `forward`, and see what the model does to the head's output.
+
+        Raises:
+            InputError: the model's head is of another kind, or the memory budget is less than a token takes.
+        """
+        del distributed_setup
+        head = LossHead.of(model)
+        transform = measure_transform(model, head)
+        chunk_size = self._chunk_size
+        if chunk_size == "auto":
+            chunk_size = fitting_chunk(head.head.weight, transform, self._budget_mib)
+        loss = ChunkedHeadLoss(self._objective, transform, chunk_size)
+        self._bound, self._pending = _Bound(head, loss, router_coefficient(model)), None
+
+    def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
+        """Hand the labels to the head instead of the model, for the model's next call."""
+        bound = self._require_bound()
+        columns = {name: loss_inputs[name] for name in self.columns}
+        self._pending = _Pending(bound.loss, self._supervision, loss_inputs["labels"], columns)
+        bound.head.ask(self._pending.answer)
+        return {name: value for name, value in model_inputs.items() if name not in ("labels", "shift_labels")}
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
+        """The summed loss, a scalar in fp32, or in float64 for a model of float64.
+
+        Args:
+            model_output: of the call whose inputs `prepare_model_inputs` prepared.
+            labels: the same that it was given; so are the columns.
+
+        Raises:
+            RunError: the labels are others, or the model did not call its head.
+        """
+        del columns
+        bound, pending, self._pending = self._require_bound(), self._pending, None
+        if pending is None:
+            raise RunError("loss_fn: prepare_model_inputs was not called before the model")
+        if pending.total is None or pending.targets is None:
+            raise RunError("loss_fn: the model did not call its head; loss_fn: causal_lm works without")
+        if pending.labels is not labels and not torch.equal(pending.labels, labels):
+            raise RunError("loss_fn: the labels are not those that prepare_model_inputs was called with last")
+        loss: torch.Tensor = pending.total + model_output.logits.sum() / bound.loss.transform.scale
+        return with_router_loss(loss, model_output, bound.router_coefficient, pending.targets.total_weight())
+
+    def _require_bound(self) -> _Bound:
+        if self._bound is None:
+            raise RunError("loss_fn: bind_model was not called; chunked_causal_lm computes within the model's head")
+        return self._bound
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """What a loss knows of its model."""
+
+    head: LossHead
+    loss: ChunkedHeadLoss
+    router_coefficient: float
+
+
+@dataclass
+class _Pending:
+    """A micro-batch on its way through the model; the head fills in what it found."""
+
+    loss: ChunkedHeadLoss
+    supervision: Supervision
+    labels: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
+    targets: Targets | None = field(default=None, init=False)
+    total: torch.Tensor | None = field(default=None, init=False)
+
+    def answer(self, hidden: torch.Tensor, head: nn.Linear) -> torch.Tensor:
+        """Compute the loss in the head's call and return what its gradient flows through.
+
+        Raises:
+            RunError: the head sees other positions than the labels have.
+        """
+        if hidden.shape[:-1] != self.labels.shape:
+            raise RunError(
+                f"loss_fn: the head is called for {tuple(hidden.shape[:-1])} tokens, the labels are for "
+                f"{tuple(self.labels.shape)}; logits_to_keep must keep them all"
+            )
+        self.targets = self.supervision.targets(self.labels, self.columns, len(head.weight))
+        carrier, self.total = self.loss(hidden.flatten(0, -2), head.weight, head.bias, self.targets)
+        return carrier
+
+
+def fitting_chunk(weight: torch.Tensor, transform: LogitTransform, budget_mib: int) -> int:
+    """How many tokens fit the budget with their logits, with a soft cap its slope, and off the CPU a copy for products.
+
+    Raises:
+        InputError: not even one token's do.
+    """
+    bytes_per_value = 8 if weight.dtype == torch.float64 else 4
+    if transform.softcap is not None:
+        bytes_per_value *= 2
+    if weight.device.type != "cpu":
+        bytes_per_value += 2
+    row = bytes_per_value * len(weight)
+    if row > budget_mib * MIB:
+        needed = -(-row // MIB)
+        message = f"the logits of one token take {needed} MiB, more than the budget of {budget_mib}"
+        hint = f"set loss_fn.memory_budget_mib={needed}"
+        raise InputError(Problem(message, path="loss_fn.memory_budget_mib", hint=hint))
+    return budget_mib * MIB // row
