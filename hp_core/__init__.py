@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hp_core.errors import ArgumentError, HpError, InputError, Origin, Problem, RunError
 
 if TYPE_CHECKING:
-    from hp_core.config import Recipe, Target, TrainerConfig, load_recipe
+    from hp_core.config import ComponentOf, Recipe, Target, TrainerConfig, load_recipe
     from hp_core.data.protocols import Datasets, MeshContext, RowDataset, Tokenizer
     from hp_core.hookspecs import hookimpl
     from hp_core.model.build import finish_model
@@ -22,13 +22,16 @@ if TYPE_CHECKING:
     from hp_core.parallel.setup import DistributedSetup
     from hp_core.training.base import BaseTrainer
     from hp_core.training.loss import ModelOutputLoss
+    from hp_core.training.loss_wrapper import LossWrapper
     from hp_core.training.run import Run
 
 _LAZY = {
     "BaseTrainer": "hp_core.training.base",
+    "ComponentOf": "hp_core.config",
     "Convert": "hp_core.model.replacement.contract",
     "Datasets": "hp_core.data.protocols",
     "DistributedSetup": "hp_core.parallel.setup",
+    "LossWrapper": "hp_core.training.loss_wrapper",
     "MeshContext": "hp_core.data.protocols",
     "ModelOutputLoss": "hp_core.training.loss",
     "Recipe": "hp_core.config",
@@ -51,11 +54,13 @@ _LAZY = {
 __all__ = [
     "ArgumentError",
     "BaseTrainer",
+    "ComponentOf",
     "Convert",
     "Datasets",
     "DistributedSetup",
     "HpError",
     "InputError",
+    "LossWrapper",
     "MeshContext",
     "ModelOutputLoss",
     "Origin",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hp_core.config.loader import Recipe, load_recipe
 from hp_core.config.models import TrainerConfig
+from hp_core.config.nested import ComponentOf
 from hp_core.config.target import Target
 
-__all__ = ["Recipe", "Target", "TrainerConfig", "load_recipe"]
+__all__ = ["ComponentOf", "Recipe", "Target", "TrainerConfig", "load_recipe"]

@@ -10,8 +10,10 @@ from pydantic_core import CoreSchema
 
 from hp_core.components import Component, Components
 from hp_core.config.models import PlanOverride, TrainerConfig, section_in
+from hp_core.config.nested import nested_group
 from hp_core.config.path import ITEM
 from hp_core.config.section import IMPORT_PATH, NAME, SECTIONS, ComponentSection
+from hp_core.config.shape import members
 from hp_core.config.signature import EMPTY, Parameter, Signature, argument_adapter
 from hp_core.entry_points import describe
 
@@ -85,6 +87,11 @@ def component_schema(section: ComponentSection, component: Component) -> Schema:
     schema: Schema = _without_titles(generated)
     properties = schema.setdefault("properties", {})
     for name, parameter in parameters.items():
+        nested = nested_group(parameter.annotation)
+        if nested is not None:
+            properties[name] = {**_description(properties[name]), "$ref": f"#/$defs/{nested.section}"}
+            if type(None) not in members(parameter.annotation):
+                properties[name]["not"] = {"type": "null"}
         _add_default(properties[name], parameter)
     schema["additionalProperties"] = signature.is_open
     schema["required"] = [name for name, parameter in parameters.items() if parameter.is_required]

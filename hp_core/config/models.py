@@ -260,8 +260,9 @@ class TrainerConfig(Section):
     )
 
     def targets(self) -> tuple[Target, ...]:
-        """Return every component that the recipe names."""
+        """Return every component that the recipe names, those among the arguments of others last."""
         data = (self.dataset.source, self.dataset.tokenizer, self.dataloader.loader, self.dataloader.collate_fn)
         replacements = (override.replace_module for override in self.plan_overrides)
         named = (self.trainer, self.model, self.loss_fn, self.optimizer, self.lr_scheduler, *data, *self.trackers)
-        return tuple(target for target in (*named, *replacements) if target is not None)
+        outer = tuple(target for target in (*named, *replacements) if target is not None)
+        return (*outer, *(inner for target in outer for inner in target.nested()))

@@ -9,12 +9,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hp_core.components import Component, ComponentLoadError, Components
+from hp_core.components import Component, ComponentLoadError, Components, Group
 from hp_core.config.importing import check_is_loss, check_is_replacement, import_callable
+from hp_core.config.nested import nested_group, nested_section
 from hp_core.config.node import MapNode, Node, ScalarNode, describe, is_null, nearest_origin, to_data, walk
 from hp_core.config.path import Path, format_path
 from hp_core.config.section import IMPORT_PATH, NAME, ComponentSection
-from hp_core.config.shape import known_keys, unknown_keys
+from hp_core.config.shape import known_keys, members, unknown_keys
 from hp_core.config.signature import Parameter, Signature, SignatureError, argument_adapter
 from hp_core.config.target import Target
 from hp_core.config.wording import problems_of, unknown_key
@@ -146,7 +147,28 @@ class _Resolver:
             if parameter.is_required and name not in given.entries and name not in meant:
                 hint = f"write '{name}: …' in this section"
                 self._report(f"{spelling!r} needs the argument {name!r}", (), hint, key=True)
-        return self._checked(given.only(*known), known)
+        nested = {
+            key: found for key in given.entries if key in known and (found := nested_group(known[key].annotation))
+        }
+        targets = self._nested(given.only(*nested), nested, known)
+        return {**self._checked(given.only(*(set(known) - set(nested))), known), **targets}
+
+    def _nested(self, given: MapNode, groups: dict[str, Group], parameters: dict[str, Parameter]) -> dict[str, Any]:
+        """Return the components among the arguments."""
+        targets: dict[str, Any] = {}
+        for key, found in groups.items():
+            node = given.entries[key].node
+            if is_null(node) and type(None) in members(parameters[key].annotation):
+                targets[key] = None
+                continue
+            if isinstance(node, ScalarNode) and isinstance(node.value, str):
+                node = MapNode({}, node.origin).with_node(NAME, node)
+            section = nested_section(self.section, key, found)
+            target, problems = resolve_target(section, self.tree, (*self.path, key), node, self.components)
+            self.problems += problems
+            if target is not None:
+                targets[key] = target
+        return targets
 
     def _checked(self, given: MapNode, parameters: dict[str, Parameter]) -> dict[str, Any]:
         for key, inner in _unknown(given, parameters):

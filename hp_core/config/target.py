@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -56,6 +56,13 @@ class Target:
     def spelling(self) -> str:
         """The component as the recipe names it."""
         return self.name or self.import_path or ""
+
+    def nested(self) -> Iterator[Target]:
+        """Yield the components among the arguments, and those among theirs."""
+        for value in self.arguments.values():
+            if isinstance(value, Target):
+                yield value
+                yield from value.nested()
 
     def load(self) -> Callable[..., Any]:
         """Return the class or function. Raises `ComponentLoadError` or `InputError` if it can't be imported."""

@@ -137,6 +137,30 @@ class LossContract:
         """Which labels are targets, as a bool tensor of their shape."""
         return (labels != IGNORE_INDEX) & (labels != self.ignore_index)
 
+    def reduced(
+        self, values: torch.Tensor, labels: torch.Tensor, columns: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """What a loss returns for these losses of single tokens, by its reduction and weights.
+
+        Args:
+            values: (rows, tokens); anything where the label is no target.
+            labels: (rows, tokens).
+            columns: the loss's columns, among them the weights if it has any.
+
+        Returns:
+            A scalar, or for `sample` the mean of each row, (rows,). Where nothing counts it is 0 with zero gradients.
+        """
+        is_target = self.is_target(labels)
+        weights = is_target.to(values.dtype)
+        if self.weight_column is not None:
+            weights = weights * (columns or {})[self.weight_column].to(values.dtype)
+        weighted = torch.where(is_target, values, torch.zeros_like(values)) * weights
+        if self.reduction == "sum":
+            return weighted.sum()
+        axes = (-1,) if self.reduction == "sample" else tuple(range(weights.dim()))
+        amount = weights.sum(axes)
+        return weighted.sum(axes) / torch.where(amount > 0, amount, torch.ones_like(amount))
+
 
 def contract_of(loss_fn: nn.Module) -> LossContract:
     """What `loss_fn` declares.

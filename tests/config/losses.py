@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
+
+from hp_core.config.nested import ComponentOf
+from hp_core.config.target import Target
 
 
 class CausalLm(nn.Module):
@@ -29,3 +32,16 @@ def not_a_loss(scale: float = 1.0) -> int:
 class NotALoss:
     def __init__(self, scale: float = 1.0) -> None:
         self.scale: Any = scale
+
+
+class Around(nn.Module):
+    def __init__(
+        self,
+        loss: Annotated[Target, ComponentOf("hp.losses")],
+        scale: float = 1.0,
+        teacher: Annotated[Target, ComponentOf("hp.models")] | None = None,
+    ) -> None:
+        super().__init__()
+        self.loss = loss.build()
+        self.scale = scale
+        self.teacher = teacher

@@ -16,11 +16,13 @@ from tests.conftest import ROOT
 API = {
     "ArgumentError": "class",
     "BaseTrainer": "class",
+    "ComponentOf": "class",
     "Convert": "class",
     "Datasets": "class",
     "DistributedSetup": "class",
     "HpError": "class",
     "InputError": "class",
+    "LossWrapper": "class",
     "MeshContext": "class",
     "ModelOutputLoss": "class",
     "Origin": "class",

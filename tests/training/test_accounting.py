@@ -249,3 +249,24 @@ def test_a_contract_that_can_not_be_kept_is_refused(declared, message):
     with pytest.raises(InputError, match=message) as caught:
         contract_of(a_loss(**declared))
     assert caught.value.problems[0].path == "loss_fn"
+
+
+def test_losses_of_single_tokens_are_reduced_as_declared():
+    labels = torch.tensor([[1, 1], [0, IGNORE_INDEX], [IGNORE_INDEX, IGNORE_INDEX]])
+    values = torch.tensor([[1.0, 3.0], [8.0, float("nan")], [float("nan"), float("inf")]], requires_grad=True)
+    weights = {"w": torch.tensor([[1.0, 3.0], [0.5, 9.0], [9.0, 9.0]])}
+    assert LossContract("sum").reduced(values, labels).item() == 12.0
+    assert LossContract("mean").reduced(values, labels).item() == 4.0
+    assert LossContract("sample").reduced(values, labels).tolist() == [2.0, 8.0, 0.0]
+    assert LossContract("sum", ignore_index=0).reduced(values, labels).item() == 4.0
+    assert LossContract("sum", ("w",), "w").reduced(values, labels, weights).item() == 1 + 9 + 4
+    assert LossContract("mean", ("w",), "w").reduced(values, labels, weights).item() == pytest.approx(14 / 4.5)
+    assert LossContract("sample", ("w",), "w").reduced(values, labels, weights).tolist() == [10 / 4, 8.0, 0.0]
+    LossContract("mean", ("w",), "w").reduced(values, labels, weights).backward()
+    assert values.grad.tolist() == [
+        [pytest.approx(1 / 4.5), pytest.approx(3 / 4.5)],
+        [pytest.approx(0.5 / 4.5), 0],
+        [0, 0],
+    ]
+    nothing = torch.full_like(labels, IGNORE_INDEX)
+    assert LossContract("mean").reduced(values, nothing).item() == 0.0

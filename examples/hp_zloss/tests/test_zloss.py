@@ -16,7 +16,9 @@ from hp_core import InputError, ModelOutputLoss, RunError
 from hp_core.testing import hook_checks
 from hp_plugins.losses.causal_lm import CausalLMLoss
 from hp_zloss import plugin
-from hp_zloss.loss import IGNORED, ZLoss
+from hp_zloss.loss import ZLoss
+
+IGNORED = -100
 
 
 @hook_checks("hp_zloss.plugin")
@@ -27,9 +29,10 @@ def test_the_promises_of_a_plugin(check):
 class Constant(nn.Module):
     """Gives what it was told to, however it is asked."""
 
-    def __init__(self, value: object, reduction: str | None = None) -> None:
+    def __init__(self, value: object, reduction: str | None = None, columns: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.value = value
+        self.columns = columns
         if reduction is not None:
             self.reduction = reduction
 
@@ -94,7 +97,7 @@ def test_the_gradient_is_that_of_the_formula():
 
 
 def test_columns_reach_the_loss_inside():
-    loss = heard(ZLoss(Constant(lambda weights: weights * 2)), LOGITS)
+    loss = heard(ZLoss(Constant(lambda weights: weights * 2, columns=("weights",))), LOGITS)
     assert loss(model_output=None, labels=LABELS, weights=torch.tensor(1.5))["task_loss"].item() == 3.0
 
 
