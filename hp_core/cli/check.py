@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from hp_core.cli.checked import checked_recipe
+from hp_core.cli.checked_loss import checked_loss
 
 if TYPE_CHECKING:
     from hp_core.config import TrainerConfig
@@ -16,8 +17,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "check",
         help="check a recipe",
-        description="Report every error of a recipe, each with file, line and column. Dotted overrides "
-        "(--training.seed=1) are checked with it. Exit code 0 if there is none, 2 otherwise.",
+        description="Report every error of a recipe, each with file, line and column, and try its loss on a tiny "
+        "model. Dotted overrides (--training.seed=1) are checked with it. Exit code 0 if there is none, 2 otherwise.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", help="the recipe file")
@@ -28,10 +29,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the recipe and load its plugins; raises `InputError` with every problem."""
+    """Check the recipe, load its plugins and try its loss; raises `InputError` with every problem."""
     recipe = checked_recipe(args.recipe, args.overrides, args.plugin)
+    remarks = checked_loss(recipe, args.plugin)
     print(f"{args.recipe}: ok")
     print(summary(recipe.config))
+    for remark in remarks:
+        print(remark)
     return 0
 
 

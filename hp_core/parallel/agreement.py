@@ -18,10 +18,15 @@ def require_same_everywhere(what: str, value: Any, setup: DistributedSetup) -> N
     Raises:
         InputError: names the first rank that differs, and what both have.
     """
-    if setup.world_size == 1:
-        return
-    values: list[Any] = [None] * setup.world_size
-    dist.all_gather_object(values, value, group=setup.host_group)
+    values = gathered(value, setup)
     for rank, other in enumerate(values):
         if other != values[0]:
             raise InputError(f"{what} differ between ranks: rank 0 has {values[0]}, rank {rank} has {other}")
+
+
+def gathered(value: Any, setup: DistributedSetup) -> list[Any]:
+    """What each rank gives, by rank; any object that can be pickled. Every rank calls it."""
+    values: list[Any] = [value] * setup.world_size
+    if setup.world_size > 1:
+        dist.all_gather_object(values, value, group=setup.host_group)
+    return values

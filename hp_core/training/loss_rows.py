@@ -1,10 +1,9 @@
-"""A tiny batch whose targets fall into groups of different sizes, so that a wrong normaliser can be told by its name."""
+"""A tiny batch with targets in groups of different sizes, so that a wrong normaliser can be told by its name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -87,18 +86,20 @@ class TinyRows:
         """The first row without the others."""
         return {name: value[:1].clone() for name, value in self.whole().items()}
 
-    def amount(self, region: str, kind: str, name: str) -> float:
-        """What a region counts for: targets of the label tensor `name` (`kind` "targets"), its rows, or weights.
+    def num_targets(self, region: str, label: str) -> float:
+        """The targets of a label tensor in a region."""
+        return float(self._is_target(region, label).sum())
 
-        With any other `kind`, a column's name, the sum of that column over the targets of `name`.
-        """
-        batch = self.region(region)
-        is_target = self.contract.is_target(batch[name])
-        if kind == "targets":
-            return float(is_target.sum())
-        if kind == "rows":
-            return float(is_target.any(1).sum())
-        return float(batch[kind][is_target].double().sum())
+    def num_rows(self, region: str, label: str) -> float:
+        """The rows of a region that have a target of a label tensor."""
+        return float(self._is_target(region, label).any(1).sum())
+
+    def summed(self, region: str, column: str, label: str) -> float:
+        """The sum of a column over the targets of a label tensor in a region."""
+        return float(self.whole()[column][self._is_target(region, label)].double().sum())
+
+    def _is_target(self, region: str, label: str) -> torch.Tensor:
+        return self.contract.is_target(self.region(region)[label])
 
     def at_the_ends(self) -> Batch:
         """One target at the first position of row 0, and one at the last position of row 1."""
@@ -139,10 +140,3 @@ class TinyRows:
 
     def _allowed(self) -> torch.Tensor:
         return torch.tensor([one for one in range(NUM_IDS) if one != self.contract.ignore_index])
-
-
-def lead(batch: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with the arrays of `extra` that it lacks, of shape (1, …), repeated for each of its rows."""
-    rows = len(batch["labels"])
-    more = {name: value.expand(rows, *value.shape[1:]).clone() for name, value in extra.items() if name not in batch}
-    return {**more, **batch}

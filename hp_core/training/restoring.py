@@ -58,7 +58,7 @@ class _Memory:
             self._remember_container(value)
         elif isinstance(value, torch.Generator):
             state = value.get_state()
-            self._undo.append(lambda: value.set_state(state) and None)
+            self._undo.append(lambda: _set_state(value, state))
         elif isinstance(value, random.Random):
             held = value.getstate()
             self._undo.append(lambda: value.setstate(held))
@@ -105,6 +105,10 @@ def _is_foreign(value: Any) -> bool:
     if isinstance(value, (type, ModuleType, FunctionType, MethodType)):
         return True
     return type(value).__module__.partition(".")[0] in _FOREIGN
+
+
+def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
 
 
 def _set_stream(bits: np.random.BitGenerator, state: Any) -> None:

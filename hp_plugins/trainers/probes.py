@@ -1,4 +1,4 @@
-"""Two questions put to the finished model before training, since a wrong answer would train on silently."""
+"""Questions put to the finished model and loss before training, since a wrong answer would train on silently."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hp_core.data.protocols import RowDataset
 from hp_core.errors import InputError, Problem
+from hp_core.parallel.agreement import gathered
+from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.evaluation import evaluating
+from hp_core.training.loss import LossContract
+from hp_core.training.loss_check import Run, diagnose
 
 _LENGTH = 8
 
@@ -102,3 +108,61 @@ def check_shift(run: Callable[[dict[str, Any]], tuple[Any, bool]], device: torch
                 hint="write loss_fn: causal_lm, which computes the loss from the logits",
             )
         )
+
+
+def check_loss(
+    loss_fn: nn.Module,
+    model: nn.Module,
+    contract: LossContract,
+    run: Run,
+    dataset: RowDataset,
+    setup: DistributedSetup,
+) -> tuple[Problem, ...]:
+    """Refuse a loss that does something else than it declares; return what may be wrong with it.
+
+    Every rank calls it, and every rank gets the same answer.
+
+    Args:
+        loss_fn: the loss, bound to the model.
+        model: the finished model.
+        contract: what the loss declares.
+        run: calls both on a tiny batch, as a step does.
+        dataset: its first row tells what columns of whole numbers may hold.
+        setup: the run's ranks.
+
+    Raises:
+        InputError: with everything that is wrong.
+    """
+    found = diagnose(
+        loss_fn,
+        model,
+        contract,
+        run,
+        fixed=_whole_numbers(dataset, contract),
+        backward=False,  # with sharded weights it would write gradients
+        tells_targets_apart=_tells_targets_apart(model, setup.device),
+    )
+    answers = gathered(found, setup)
+    for answer in answers:
+        if answer.errors:
+            raise InputError(answer.errors)
+    return next((answer.warnings for answer in answers if answer.warnings), ())
+
+
+def _whole_numbers(dataset: RowDataset, contract: LossContract) -> dict[str, torch.Tensor]:
+    """The columns of the first row that hold whole numbers, such as numbers of domains, cut to the tiny rows."""
+    if not contract.columns:
+        return {}
+    row: Mapping[str, Any] = dataset[0]  # type: ignore[assignment]  # a dataset may add columns to its rows
+    arrays = {name: np.asarray(row[name]) for name in contract.columns if not name.endswith("_labels")}
+    whole = {name: array for name, array in arrays.items() if array.dtype.kind in "biu"}
+    return {name: torch.from_numpy(np.resize(array, _LENGTH)) for name, array in whole.items()}
+
+
+def _tells_targets_apart(model: nn.Module, device: torch.device) -> bool:
+    """Whether different targets cost different amounts; not so while the output head is zero."""
+    positions = torch.arange(_LENGTH, device=device)[None]
+    with evaluating(model):
+        logits = model(input_ids=positions, position_ids=positions, use_cache=False).logits[0, :, :_LENGTH].float()
+    spread = float((logits.max(-1).values - logits.min(-1).values).min())
+    return spread > 1e-3 * max(1.0, float(logits.abs().max()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -15,7 +16,7 @@ from hp_core.training.base import BaseTrainer
 from hp_core.training.columns import column_arguments, empty_columns
 from hp_core.training.evaluation import Evaluation, evaluating
 from hp_plugins.collators.rows import rows
-from hp_plugins.trainers.probes import check_call, check_isolation, check_shift, require_positions
+from hp_plugins.trainers.probes import check_call, check_isolation, check_loss, check_shift, require_positions
 from hp_plugins.trainers.sampling import write_samples
 
 # What the loader's batches hold beside the label tensors and whatever a dataset adds.
@@ -37,17 +38,32 @@ class TextTrainer(BaseTrainer):
             _check_vocabulary(self.model, self.tokenizer)
         check_isolation(self.model, self.setup.device)
         check_shift(self._model_loss, self.setup.device)
+        for warning in check_loss(
+            self.loss_fn, self.model, self.contract, self._tiny_loss, self.datasets.train, self.setup
+        ):
+            self.run.console.say(str(warning))
         if self.config.evaluation.samples.prompts and not isinstance(self.tokenizer, Tokenizer):
             raise InputError(Problem("sampling text needs dataset.tokenizer", path="evaluation.samples.prompts"))
 
     def _model_loss(self, batch: dict[str, Any]) -> tuple[Any, bool]:
         """The model's output for a batch, and whether the loss lets the model see the labels."""
-        # What prepares the model's inputs may use any column, so the batch of a probe holds them too.
-        batch = {**batch, **empty_columns(self.datasets.train, batch["labels"].shape[1])}
-        model_inputs, _ = self.preforward(MicroBatch.of(*get_batch(iter([batch])), self.contract))
+        model_inputs, _ = self.preforward(self._probe(batch))
         require_positions(model_inputs)
         with evaluating(self.model):
             return self.forward(model_inputs), "labels" in model_inputs
+
+    def _tiny_loss(self, batch: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+        """What the loss returns for a batch, and the model's output."""
+        outputs, loss_inputs = self._outputs_of(self._probe(batch))
+        return self.postforward(outputs, loss_inputs), outputs
+
+    def _probe(self, batch: dict[str, Any]) -> MicroBatch:
+        """A batch made up by a probe, as a micro-batch."""
+        # What prepares the model's inputs may use any column, so the batch of a probe holds them too.
+        rows, length = batch["labels"].shape
+        columns = empty_columns(self.datasets.train, length)
+        repeated = {name: value.expand(rows, *value.shape[1:]).clone() for name, value in columns.items()}
+        return MicroBatch.of(*get_batch(iter([{**repeated, **batch}])), self.contract)
 
     def _build_collate_fn(self) -> None:
         collate_fn = self.config.dataloader.collate_fn

@@ -1,0 +1,166 @@
+"""Tries a recipe's loss on a tiny model that stands in for the recipe's own, without its data and weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hp_core.config import TrainerConfig
+from hp_core.errors import HpError, InputError, Problem
+from hp_core.model.tiny import FAMILIES, tiny_model
+from hp_core.parallel.tiny import tiny_setup
+from hp_core.plugins import Plugins
+from hp_core.training.accounting import MicroBatch
+from hp_core.training.built import as_module, require_loss_call, require_without_parameters
+from hp_core.training.columns import column_arguments
+from hp_core.training.loss import LossContract, contract_of
+from hp_core.training.loss_check import Diagnosis, diagnose
+from hp_core.training.loss_rows import LENGTH, NUM_IDS, Batch
+
+_DEFAULT_FAMILY = "llama"
+# The trainer whose batches the tiny rows are like.
+_TEXT = "text"
+# Initial logits are nearly equal, and so are then the costs of all tokens.
+_HEAD_SCALE = 8.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of trying a loss; `not_tried` says why it can't be called on the model that stands in."""
+
+    diagnosis: Diagnosis = field(default_factory=Diagnosis)
+    not_tried: str | None = None
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A tiny model: its family, and whether the recipe's model and batches are of that family, too."""
+
+    family: str
+    is_own_family: bool
+    vocab_size: int | None = None
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> StandIn:
+        """What stands in for a recipe's model."""
+        arguments = config.model.arguments
+        given = arguments.get("config")
+        values: dict[str, Any] = _stored_config(arguments)
+        values |= given if isinstance(given, Mapping) else {}
+        known = [name for name, one in FAMILIES.items() if one["model_type"] == values.get("model_type")]
+        vocab_size = values.get("vocab_size")
+        return cls(
+            known[0] if known else _DEFAULT_FAMILY,
+            bool(known) and config.trainer.name == _TEXT,
+            max(vocab_size, NUM_IDS) if isinstance(vocab_size, int) else None,
+        )
+
+    def build(self) -> PreTrainedModel:
+        """The model, whose logits differ enough to tell how a loss combines tokens."""
+        model = tiny_model(self.family, vocab_size=self.vocab_size)
+        head = model.get_output_embeddings()
+        with torch.no_grad():
+            head.weight.mul_(_HEAD_SCALE)
+        return model
+
+
+def _stored_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the recipe's model directory says; the hub is not asked."""
+    pretrained = arguments.get("pretrained")
+    path = Path(pretrained).expanduser() / "config.json" if isinstance(pretrained, str) else None
+    if path is None or not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}  # building the model tells
+    return values if isinstance(values, dict) else {}
+
+
+def try_loss(config: TrainerConfig, plugins: Plugins) -> Trial:
+    """Build the loss with the hooks of `plugins`, and diagnose it on a model that stands in for the recipe's.
+
+    Raises:
+        InputError: the loss can't be built, is no loss that a trainer can call, or raises on a model of the recipe's
+            own family.
+    """
+    stand_in = StandIn.of(config)
+    with tiny_setup() as setup:
+        loss_fn = _built(config, plugins)
+        contract = contract_of(loss_fn)
+        require_loss_call(loss_fn, contract.columns)
+        require_without_parameters(loss_fn)
+        try:
+            model = stand_in.build()
+            plugins.hook.bind_model(loss_fn=loss_fn, model=model, distributed_setup=setup)
+            return Trial(_diagnosed(loss_fn, model, contract, plugins))
+        except Exception as error:
+            text = str(error) if isinstance(error, HpError) else f"{type(error).__name__}: {error}"
+            if not stand_in.is_own_family:
+                kind = f"on a tiny {stand_in.family}, which stands in for the recipe's model, it raises {text}"
+                return Trial(not_tried=kind)
+            if isinstance(error, InputError):
+                raise
+            message = f"{type(loss_fn).__name__} raises on a tiny {stand_in.family}: {text}"
+            raise InputError(Problem(message, path="loss_fn")) from error
+
+
+def _built(config: TrainerConfig, plugins: Plugins) -> nn.Module:
+    try:
+        return as_module(plugins.hook.build_loss(config=config), "loss_fn")
+    except HpError:
+        raise
+    except Exception as error:
+        message = f"can't be built: {type(error).__name__}: {error}"
+        raise InputError(Problem(message, path="loss_fn")) from error
+
+
+def _diagnosed(loss_fn: nn.Module, model: nn.Module, contract: LossContract, plugins: Plugins) -> Diagnosis:
+    def run(batch: Batch) -> tuple[Any, Any]:
+        return _call(loss_fn, model, contract, plugins, batch)
+
+    try:
+        return diagnose(loss_fn, model, contract, run, backward=True)
+    except Exception:
+        numbers = [name for name in contract.columns if not name.endswith("_labels") and name != contract.weight_column]
+        if not numbers:
+            raise
+        # A column may hold whole numbers, such as the number of a domain, which a loss looks up in a table.
+        fixed = {name: torch.ones(LENGTH, dtype=torch.int64) for name in numbers}
+        try:
+            return diagnose(loss_fn, model, contract, run, fixed=fixed, backward=True)
+        except Exception:
+            pass
+        raise
+
+
+def _call(
+    loss_fn: nn.Module, model: nn.Module, contract: LossContract, plugins: Plugins, batch: Batch
+) -> tuple[Any, Any]:
+    """Model and loss, called as the trainer of texts does."""
+    labels = batch["labels"]
+    columns = {name: batch[name] for name in contract.columns}
+    one = MicroBatch.of(
+        {
+            "input_ids": batch["input_ids"],
+            "position_ids": batch["position_ids"],
+            "labels": labels,
+            "shift_labels": labels,
+            "use_cache": False,
+        },
+        {"labels": labels, **columns},
+        contract,
+    )
+    model_inputs = plugins.hook.prepare_model_inputs(
+        loss_fn=loss_fn, model_inputs=one.model_inputs, loss_inputs=one.loss_inputs
+    )
+    outputs = model(**model_inputs)
+    arguments = column_arguments(one.loss_inputs, contract.columns)
+    return loss_fn(model_output=outputs, labels=one.loss_inputs["labels"], **arguments), outputs
