@@ -248,10 +248,48 @@ def _refused(message: str, hint: str = "") -> InputError:
     return InputError(Problem(message, path="loss_fn", hint=hint))
 
 
+@runtime_checkable
+class _HasConfig(Protocol):
+    """A model of transformers."""
+
+    config: Any
+
+
+@runtime_checkable
+class _HasTextConfig(Protocol):
+    """A configuration of transformers, which of a vision-language model has a part for its text."""
+
+    def get_text_config(self) -> Any:
+        """Return the configuration of the text model."""
+        ...
+
+
+@runtime_checkable
+class _AddsRouterLoss(Protocol):
+    """The configuration of a mixture of experts whose model adds a loss for the balance of its routers."""
+
+    output_router_logits: bool
+    router_aux_loss_coef: float
+
+
 class ModelOutputLoss(nn.Module):
     """The loss that the model itself returns as `model_output.loss`: a mean over its supervised tokens."""
 
     reduction = "mean"
+
+    def bind_model(self, model: nn.Module, distributed_setup: Any) -> None:
+        """Look whether the model's loss is a mean over tokens alone.
+
+        Raises:
+            InputError: it adds a loss of its routers, which each micro-batch would balance for itself.
+        """
+        del distributed_setup
+        whole: Any = model.config if isinstance(model, _HasConfig) else None
+        config = whole.get_text_config() if isinstance(whole, _HasTextConfig) else whole
+        if isinstance(config, _AddsRouterLoss) and config.output_router_logits and config.router_aux_loss_coef:
+            message = f"{type(model).__name__} adds a router loss to its own, whose value depends on how a step is cut"
+            hint = "write loss_fn: causal_lm, which balances over the whole step, or set output_router_logits: false"
+            raise _refused(message, hint)
 
     def forward(self, *, model_output: Any, labels: torch.Tensor | None) -> torch.Tensor:
         """Return `model_output.loss`, a scalar.
