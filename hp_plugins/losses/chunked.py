@@ -151,7 +151,7 @@ def _add(
 ) -> None:
     """Add what a chunk gives, where `derivative` is by the outputs of the head."""
     if gradients.bias is not None:
-        gradients.bias += derivative.sum(0)
+        gradients.bias.add_(derivative.sum(0))
     factor = derivative.to(weight.dtype)
     if gradients.hidden is not None:
         torch.mm(factor, weight, out=gradients.hidden[chunk], **wide)

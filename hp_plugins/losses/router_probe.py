@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -102,7 +103,10 @@ def score_function(model: nn.Module, routers: list[Router]) -> Scores:
     finally:
         for handle in handles:
             handle.remove()
-    found = [_judged(one, probe.seen.get(one.fqn)) for one in routers]
+    for one in routers:
+        if one.fqn not in probe.seen:
+            raise _refused(one, "is not called for text alone")
+    found = [_judged(one, probe.seen[one.fqn]) for one in routers]
     for one, scores in zip(routers, found, strict=True):
         if scores != found[0] or probe.experts(one) != probe.experts(routers[0]):
             raise _refused(one, f"has other experts, or scores them otherwise, than {routers[0].fqn}")
@@ -118,9 +122,12 @@ class _Probe:
     def hook(self, router: Router) -> Any:
         def ask_again(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             # The weights are gathered here and now, whoever holds them between forward passes.
-            routing = Routing.of(output, router.index)
-            spread = 0.0 if routing is None else _spread(routing.logits)
-            if spread and args:
+            spread = _spread(output, router.index)
+            if spread == 0:
+                # Some families start with routers of zeros, which tell nothing.
+                module = _with_random_weights(module)
+                spread = _spread(module.forward(*args), router.index)
+            if spread:
                 output = module.forward(args[0] * (_SPREAD / spread), *args[1:])
             self.seen[router.fqn] = Routing.of(output, router.index)
 
@@ -131,9 +138,21 @@ class _Probe:
         return 0 if routing is None else routing.logits.shape[-1]
 
 
-def _spread(logits: torch.Tensor) -> float:
-    logits = logits.double()
+def _spread(output: Any, index: int) -> float | None:
+    """How far logits are from their mean over the experts; None where an output holds none."""
+    routing = Routing.of(output, index)
+    if routing is None:
+        return None
+    logits = routing.logits.double()
     return float((logits - logits.mean(-1, keepdim=True)).abs().max())
+
+
+def _with_random_weights(module: nn.Module) -> nn.Module:
+    module = copy.deepcopy(module)
+    for parameter in module.parameters():
+        generator = torch.Generator(parameter.device).manual_seed(0)
+        parameter.normal_(generator=generator)
+    return module
 
 
 def _judged(router: Router, routing: Routing | None) -> Scores:
