@@ -35,6 +35,7 @@ def save_checkpoint(
     step: int,
     *,
     model: nn.Module,
+    loss_fn: nn.Module,
     optimizers: list[Optimizer],
     trainer_state: dict[str, Any],
     manifest: dict[str, Any],
@@ -57,6 +58,8 @@ def save_checkpoint(
             temporary.mkdir(parents=True)
         setup.barrier()
         torch.save(random_state(), temporary / _random_file(setup.rank))
+        # What a loss remembers it has seen on its own rank.
+        torch.save(loss_fn.state_dict(), temporary / _loss_file(setup.rank))
         dcp.save({**model_tensors(model), **optimizer_tensors(model, optimizers)}, checkpoint_id=temporary)
         setup.barrier()
         if setup.environment.is_main:
@@ -68,16 +71,23 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, *, model: nn.Module, optimizers: list[Optimizer], seed: int, setup: DistributedSetup
+    checkpoint: Checkpoint,
+    *,
+    model: nn.Module,
+    loss_fn: nn.Module,
+    optimizers: list[Optimizer],
+    seed: int,
+    setup: DistributedSetup,
 ) -> bool:
-    """Fill `model` and `optimizers` from a checkpoint of any layout. Every rank calls it.
+    """Fill `model`, `loss_fn` and `optimizers` from a checkpoint of any layout. Every rank calls it.
 
     Returns:
-        True when the random streams of this rank were restored; False when another number of ranks wrote the
-        checkpoint, and new streams were made from the seed and the step.
+        True when the random streams of this rank and what its loss remembered were restored; False when another
+        number of ranks wrote the checkpoint: new streams were made from the seed and the step, and the loss has the
+        state of the first rank.
 
     Raises:
-        InputError: the checkpoint does not fit the model or the optimizer, or can't be read.
+        InputError: the checkpoint does not fit the model, the loss or the optimizer, or can't be read.
     """
     state = checkpoint.trainer_state()
     written_by = state["optimizers"]
@@ -90,6 +100,9 @@ def load_checkpoint(
         metadata = dcp.FileSystemReader(checkpoint.path).read_metadata()
         same_world = state["world_size"] == setup.world_size
         random = torch.load(checkpoint.path / _random_file(setup.rank), weights_only=True) if same_world else None
+        loss_rank = setup.rank if same_world else 0
+        loss_state = torch.load(checkpoint.path / _loss_file(loss_rank), weights_only=True)
+        loss_fn.load_state_dict(loss_state)
     tensors = model_tensors(model)
     require_same_model(tensors, metadata, checkpoint.path)
     room = empty_optimizer_tensors(model, metadata)
@@ -134,6 +147,10 @@ def _first_line(error: BaseException) -> str:
 
 def _random_file(rank: int) -> str:
     return f"random_rank_{rank:05d}.pt"
+
+
+def _loss_file(rank: int) -> str:
+    return f"loss_rank_{rank:05d}.pt"
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

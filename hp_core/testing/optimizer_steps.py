@@ -102,14 +102,24 @@ def save(path: str | Path, model: nn.Module, optimizer: Optimizer, setup: Distri
     """Write a checkpoint as a run does it."""
     parts = parts_of(optimizer)
     state = {"optimizers": optimizer_names(parts), "world_size": setup.world_size}
-    return save_checkpoint(Path(path), 2, model=model, optimizers=parts, trainer_state=state, manifest={}, setup=setup)
+    return save_checkpoint(
+        Path(path),
+        2,
+        model=model,
+        loss_fn=nn.Module(),
+        optimizers=parts,
+        trainer_state=state,
+        manifest={},
+        setup=setup,
+    )
 
 
 def load(path: Path, model: nn.Module, optimizer: Optimizer, setup: DistributedSetup) -> None:
     """Restore a checkpoint as a run does it."""
     checkpoint = as_checkpoint(path)
     assert checkpoint is not None
-    load_checkpoint(checkpoint, model=model, optimizers=parts_of(optimizer), seed=0, setup=setup)
+    parts = parts_of(optimizer)
+    load_checkpoint(checkpoint, model=model, loss_fn=nn.Module(), optimizers=parts, seed=0, setup=setup)
 
 
 def interrupted_and_not(case: OptimizerCase, setup: DistributedSetup) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -187,9 +187,11 @@ class BaseTrainer:
         """Load the checkpoint that the run goes on from."""
         checkpoint = self.run.directory.checkpoint
         if checkpoint is not None:
-            restore(
-                self.run, checkpoint, self.model, self.optimizer, self.lr_scheduler, self.datasets.train.fingerprint
-            )
+            restore(self.run, checkpoint, *self._restored, self.datasets.train.fingerprint)
+
+    @property
+    def _restored(self) -> tuple[nn.Module, nn.Module, Optimizer, LRScheduler]:
+        return self.model, self.loss_fn, self.optimizer, self.lr_scheduler
 
     # The loop.
 
@@ -374,5 +376,5 @@ class BaseTrainer:
 
     def _save(self) -> None:
         """Write a checkpoint of everything that resuming needs."""
-        path = save(self.run, self.model, self.optimizer, self.lr_scheduler, self.datasets.train.fingerprint)
+        path = save(self.run, *self._restored, self.datasets.train.fingerprint)
         self.run.plugins.hook.on_checkpoint(run=self.run, path=path)

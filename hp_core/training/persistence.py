@@ -16,13 +16,21 @@ from hp_core.training.run import Run
 from hp_core.training.schedule import restore_scheduler, scheduler_state
 
 
-def save(run: Run, model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler, data_fingerprint: str) -> Path:
+def save(
+    run: Run,
+    model: nn.Module,
+    loss_fn: nn.Module,
+    optimizer: Optimizer,
+    lr_scheduler: LRScheduler,
+    data_fingerprint: str,
+) -> Path:
     """Write everything that resuming needs, say so, and return the checkpoint's directory. Every rank calls it."""
     optimizers = parts_of(optimizer)
     path = save_checkpoint(
         run.directory.path,
         run.state.step,
         model=model,
+        loss_fn=loss_fn,
         optimizers=optimizers,
         trainer_state={
             "state": run.state.as_dict(),
@@ -43,6 +51,7 @@ def restore(
     run: Run,
     checkpoint: Checkpoint,
     model: nn.Module,
+    loss_fn: nn.Module,
     optimizer: Optimizer,
     lr_scheduler: LRScheduler,
     data_fingerprint: str,
@@ -70,6 +79,7 @@ def restore(
     same_streams = load_checkpoint(
         checkpoint,
         model=model,
+        loss_fn=loss_fn,
         optimizers=parts_of(optimizer),
         seed=run.config.training.seed,
         setup=run.setup,

@@ -53,14 +53,22 @@ def save(setup, run: str, step: int, model, optimizer) -> Path:
     optimizers = parts_of(optimizer)
     state = {"optimizers": optimizer_names(optimizers), "world_size": setup.world_size, "state": {"step": step}}
     return save_checkpoint(
-        Path(run), step, model=model, optimizers=optimizers, trainer_state=state, manifest={"step": step}, setup=setup
+        Path(run),
+        step,
+        model=model,
+        loss_fn=torch.nn.Module(),
+        optimizers=optimizers,
+        trainer_state=state,
+        manifest={"step": step},
+        setup=setup,
     )
 
 
 def load(setup, path: Path | str, model, optimizer) -> bool:
     checkpoint = as_checkpoint(Path(path))
     assert checkpoint is not None
-    return load_checkpoint(checkpoint, model=model, optimizers=parts_of(optimizer), seed=3, setup=setup)
+    parts = parts_of(optimizer)
+    return load_checkpoint(checkpoint, model=model, loss_fn=torch.nn.Module(), optimizers=parts, seed=3, setup=setup)
 
 
 def contents(model, optimizer) -> dict[str, Any]:

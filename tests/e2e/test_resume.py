@@ -37,6 +37,18 @@ def test_stop_and_go_equals_the_unbroken_run_bit_for_bit(tmp_path, nproc):
         assert steps(rows, name) == steps(unbroken, name), name
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_what_a_loss_remembers_goes_on_too(tmp_path, nproc):
+    path = recipe(tmp_path)
+    loss = "--loss_fn={_target_: tests.e2e.parts.RememberingLoss}"
+    unbroken = train(path, *SETTINGS, loss, nproc=nproc, out=tmp_path / "unbroken")
+    out = tmp_path / "broken"
+    for stop_after, resume in ((4, []), (9, ["--checkpoint.resume=latest"])):
+        rows = train(path, *SETTINGS, loss, f"--training.stop_after={stop_after}", *resume, nproc=nproc, out=out)
+    assert steps(rows) == steps(unbroken)
+    assert steps(rows)[4] != pytest.approx(steps(train(path, *SETTINGS, nproc=nproc, out=tmp_path / "plain"))[4])
+
+
 def test_workers_change_nothing(tmp_path):
     path = recipe(tmp_path)
     plain = train(path, *SETTINGS, out=tmp_path / "plain")
