@@ -85,6 +85,6 @@ def _only(router: Router, records: list[_Record], num_tokens: int) -> Routing:
     if torch.is_grad_enabled() and not with_gradients:
         raise RunError(
             f"loss_fn: the router {router.fqn} was called without gradients, as reentrant checkpointing does; "
-            "call gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+            "set use_reentrant=False where checkpointing is enabled"
         )
     return routing
