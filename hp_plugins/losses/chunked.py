@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from hp_core.training.loss import IGNORE_INDEX
 from hp_plugins.losses.logits import LogitTransform
-from hp_plugins.losses.objective import Objective
 from hp_plugins.losses.targets import Targets
+
+
+class ChunkObjective(Protocol):
+    """What some tokens cost."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the sums: none for one, or their number."""
+        ...
+
+    def total_and_gradient_(
+        self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, *others: torch.Tensor
+    ) -> torch.Tensor:
+        """The sums over some tokens, in fp32 or float64; `logits` holds the derivative of the first one afterwards.
+
+        Args:
+            logits: (tokens, classes) in fp32 or float64; overwritten.
+            targets: (tokens,), none of them -100.
+            weights: (tokens,) in the dtype of `logits`, or None for one each.
+            others: whatever else there is of each token.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -18,15 +39,21 @@ class ChunkedHeadLoss:
     """`sum(objective(transform(hidden @ weight.T + bias)))` without ever holding the logits of all tokens.
 
     The logits of `chunk_size` tokens at a time go into one buffer, which then holds their derivative. With a soft
-    cap, a second buffer holds its slope.
+    cap, a second buffer holds its slope. `name` is how a recipe calls the loss.
     """
 
-    objective: Objective
+    objective: ChunkObjective
     transform: LogitTransform
     chunk_size: int
+    name: str = "chunked_causal_lm"
 
     def __call__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: Targets,
+        *others: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, and what its gradient flows through.
 
@@ -35,13 +62,14 @@ class ChunkedHeadLoss:
             weight: (classes, features).
             bias: (classes,), or None.
             targets: of the tokens.
+            others: what else the objective needs of each token, (tokens, ...).
 
         Returns:
             A zero of shape (1, 1, 1) whose gradient reaches `hidden`, `weight` and `bias`, also where there are no
-            targets; and the sum over the targets, a scalar without a gradient. Both are in fp32, or float64 for
-            inputs of float64. The loss to train on is their sum.
+            targets; and the objective's sums over the targets, without a gradient. Both are in fp32, or float64 for
+            inputs of float64. The loss to train on is the first of the sums plus the zero.
         """
-        found = _Backward.apply(hidden, weight, bias, targets, self, torch.is_grad_enabled())
+        found = _Backward.apply(hidden, weight, bias, targets, others, self, torch.is_grad_enabled())
         return found[0], found[1]
 
 
@@ -69,13 +97,14 @@ class _Backward(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: Targets,
+        others: tuple[torch.Tensor, ...],
         loss: ChunkedHeadLoss,
         with_gradients: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Without grad mode autograd still says which inputs have a gradient in principle.
         needed = [with_gradients and one for one in ctx.needs_input_grad[:3]]
-        total, ctx.gradients = _sums(loss, hidden, weight, bias, targets, needed)
-        ctx.dtypes = hidden.dtype, weight.dtype
+        total, ctx.gradients = _sums(loss, hidden, weight, bias, targets, others, needed)
+        ctx.dtypes, ctx.name = (hidden.dtype, weight.dtype), loss.name
         ctx.mark_non_differentiable(total)
         return total.new_zeros(1, 1, 1), total
 
@@ -83,15 +112,15 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "chunked_causal_lm has no second derivative: it keeps gradients, not logits; use loss_fn: causal_lm"
+                f"{ctx.name} has no second derivative: it keeps gradients, not logits; use loss_fn: causal_lm"
             )
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(
-                "chunked_causal_lm gives its gradients once and frees them; a second backward pass through the same "
+                f"{ctx.name} gives its gradients once and frees them; a second backward pass through the same "
                 "forward pass needs loss_fn: causal_lm"
             )
-        return (*gradients.scaled(outer[0].reshape(()), *ctx.dtypes), None, None, None)
+        return (*gradients.scaled(outer[0].reshape(()), *ctx.dtypes), None, None, None, None)
 
 
 def _sums(
@@ -100,15 +129,17 @@ def _sums(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     targets: Targets,
+    others: tuple[torch.Tensor, ...],
     needed: list[bool],
 ) -> tuple[torch.Tensor, _Gradients]:
-    """The summed loss and the gradients that are `needed` of hidden states, weight and bias."""
+    """The objective's sums and the gradients that are `needed` of hidden states, weight and bias."""
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     labels, weights, rows, learnt = targets.labels, targets.weights, hidden, None
     if (labels == IGNORE_INDEX).any():
         learnt = (labels != IGNORE_INDEX).nonzero().flatten()
         rows, labels = rows.index_select(0, learnt), labels.index_select(0, learnt)
         weights = None if weights is None else weights.index_select(0, learnt)
+        others = tuple(one.index_select(0, learnt) for one in others)
     weights = None if weights is None else weights.to(dtype)
     if weight.device.type == "cpu":
         # Products of a CPU accumulate and end in the dtype of their factors.
@@ -122,7 +153,7 @@ def _sums(
     wide: dict[str, Any] = {} if weight.dtype == dtype else {"out_dtype": dtype}
     buffer = torch.empty(min(loss.chunk_size, len(rows)), len(weight), dtype=dtype, device=rows.device)
     slopes = None if loss.transform.softcap is None else torch.empty_like(buffer)
-    total = torch.zeros((), dtype=dtype, device=rows.device)
+    total = torch.zeros(loss.objective.shape, dtype=dtype, device=rows.device)
     for start in range(0, len(rows), loss.chunk_size):
         chunk = slice(start, start + loss.chunk_size)
         some = rows[chunk]
@@ -131,7 +162,9 @@ def _sums(
         if bias is not None:
             logits += bias
         loss.transform.apply_(logits, slope)
-        total += loss.objective.total_and_gradient_(logits, labels[chunk], None if weights is None else weights[chunk])
+        total += loss.objective.total_and_gradient_(
+            logits, labels[chunk], None if weights is None else weights[chunk], *(one[chunk] for one in others)
+        )
         if any(needed):
             loss.transform.pull_back_(logits, slope)
             _add(gradients, chunk, logits, some, weight, wide)

@@ -41,6 +41,7 @@ class ChunkedCausalLMLoss(nn.Module):
     """
 
     reduction = "sum"
+    withholds_logits = True
     columns: Sequence[str]
     weight_column: str | None
     ignore_index: int
@@ -152,15 +153,20 @@ class _Pending:
         return carrier
 
 
-def fitting_chunk(weight: torch.Tensor, transform: LogitTransform, budget_mib: int) -> int:
+def fitting_chunk(weight: torch.Tensor, transform: LogitTransform, budget_mib: int, num_buffers: int = 1) -> int:
     """How many tokens fit the budget with their logits, with a soft cap its slope, and off the CPU a copy for products.
+
+    Args:
+        weight: the head's, (classes, features).
+        transform: what the model does to the head's output.
+        budget_mib: MiB for the buffers of a chunk.
+        num_buffers: how many of the logits' size the objective needs, the logits themselves included.
 
     Raises:
         InputError: not even one token's do.
     """
     bytes_per_value = 8 if weight.dtype == torch.float64 else 4
-    if transform.softcap is not None:
-        bytes_per_value *= 2
+    bytes_per_value *= num_buffers + (transform.softcap is not None)
     if weight.device.type != "cpu":
         bytes_per_value += 2
     row = bytes_per_value * len(weight)

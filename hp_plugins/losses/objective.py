@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ class Objective:
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    shape: ClassVar[tuple[int, ...]] = ()
 
     def total(self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         """The sum over all tokens, a scalar in fp32, or in float64 for logits of float64.

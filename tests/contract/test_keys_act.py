@@ -310,6 +310,8 @@ LINEAR = ("--lr_scheduler={name: linear, warmup_steps: 1}", "--training.train_it
 WSD = ("--lr_scheduler={name: wsd, decay_steps: 2}", "--training.train_iters=4")
 DENSE = ("--loss_fn={name: causal_lm}",)
 CHUNKED = ("--loss_fn={name: chunked_causal_lm}",)
+FOCAL = ("--loss_fn={name: focal}",)
+Z_LOSS = ("--loss_fn={name: z_loss, loss: causal_lm}",)
 OTHER = ("--dataset.files={texts}/other.jsonl", "--training.global_batch_size=1")
 CACHE = "--dataset.cache_dir={tmp}/mine"
 
@@ -426,6 +428,11 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "hp.losses.chunked_causal_lm.memory_budget_mib": lambda bench: (
         rows_of_a_chunk(bench, "--model.config.vocab_size=20000", "--loss_fn.memory_budget_mib=1") == 2**20 // 80_000
     ),
+    "hp.losses.focal.gamma": losses_differ("--loss_fn.gamma=0.5", base=FOCAL),
+    "hp.losses.focal.ignore_index": losses_differ(f"--loss_fn.ignore_index={ord('a')}", base=FOCAL),
+    "hp.losses.focal.token_weights": weights_act("focal"),
+    "hp.losses.z_loss.loss": losses_differ("--loss_fn.loss=focal", base=Z_LOSS),
+    "hp.losses.z_loss.coefficient": losses_differ("--loss_fn.coefficient=0.1", base=Z_LOSS),
     **{
         f"hp.optimizers.adamw.{name}": losses_differ(f"--optimizer.{name}={value}", "--training.train_iters=4")
         for name, value in {

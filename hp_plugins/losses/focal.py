@@ -1,0 +1,93 @@
+"""Focal loss for causal language models: tokens that the model predicts well count less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import nn
+
+from hp_core.training.loss import IGNORE_INDEX
+from hp_plugins.losses.auxiliary import router_coefficient, with_router_loss
+from hp_plugins.losses.objective import at_least_fp32
+from hp_plugins.losses.targets import IgnoreIndex, Supervision, TokenWeights
+
+Gamma = Annotated[
+    float, Field(ge=0, description="How much less well-predicted tokens count; 0 is plain cross entropy.")
+]
+
+
+class FocalLoss(nn.Module):
+    """`-(1 - p)^gamma * log p` of each target's probability `p`, summed over the supervised tokens, in fp32.
+
+    Lin et al. 2017, "Focal Loss for Dense Object Detection", with the vocabulary as classes. The load-balancing loss of
+    a mixture of experts that returns its router logits is added with the coefficient of the model's config.
+    """
+
+    reduction = "sum"
+    columns: Sequence[str]
+    weight_column: str | None
+    ignore_index: int
+
+    def __init__(
+        self,
+        gamma: Gamma = 2.0,
+        ignore_index: IgnoreIndex = IGNORE_INDEX,
+        token_weights: TokenWeights = None,
+    ) -> None:
+        super().__init__()
+        self._gamma = gamma
+        self._supervision = Supervision(ignore_index, token_weights)
+        self.columns, self.weight_column, self.ignore_index = self._supervision.columns, token_weights, ignore_index
+        self._router_coefficient = 0.0
+
+    def bind_model(self, model: nn.Module, distributed_setup: Any) -> None:
+        """Read the weight of the router's auxiliary loss from the model's configuration."""
+        del distributed_setup
+        self._router_coefficient = router_coefficient(model)
+
+    def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
+        """Keep the labels from the model, which would compute a loss of its own with them."""
+        del loss_inputs
+        return {name: value for name, value in model_inputs.items() if name not in ("labels", "shift_labels")}
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
+        """The summed loss, a scalar in fp32, or in float64 for logits of float64.
+
+        Args:
+            model_output: has `logits` of shape (batch, sequence, vocabulary).
+            labels: already shifted targets of shape (batch, sequence); -100 and `ignore_index` are left out.
+            columns: the weights of the tokens, in the shape of the labels, under the name of their column.
+
+        Raises:
+            RunError: a label is outside the vocabulary.
+        """
+        logits = at_least_fp32(model_output.logits)
+        targets = self._supervision.targets(labels, columns, logits.shape[-1])
+        is_plain = self._gamma == 0 and targets.weights is None
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), targets.labels, ignore_index=IGNORE_INDEX, reduction="sum" if is_plain else "none"
+        )
+        if self._gamma:
+            losses = modulated(losses, self._gamma)
+        if targets.weights is not None:
+            losses = losses * targets.weights
+        return with_router_loss(losses.sum(), model_output, self._router_coefficient, targets.total_weight())
+
+
+def modulated(cross_entropies: torch.Tensor, gamma: float) -> torch.Tensor:
+    """`(1 - exp(-c))^gamma * c`, with a derivative that is finite everywhere, for a gamma above 0.
+
+    Args:
+        cross_entropies: `c`, from 0 on.
+        gamma: the exponent.
+    """
+    # 1 - p loses every digit where p is near 1.
+    missed = -torch.expm1(-cross_entropies)
+    # Where nothing is missed, a power below 1 has an infinite slope, which times the loss of 0 is no number.
+    is_missed = missed > 0
+    factor = torch.where(is_missed, missed, torch.ones_like(missed)).pow(gamma)
+    return torch.where(is_missed, factor * cross_entropies, torch.zeros_like(factor))
