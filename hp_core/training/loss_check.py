@@ -292,7 +292,7 @@ class _Trial:
             if found is None or self._weights_are_unused:
                 continue
             if name in self.contract.diagnostics:
-                what = found.found or "is not made of those of its rows"
+                what = found.found or "is not made of the values of its rows"
                 self._warn(f"{self._entry(name)} {what}, so what is logged depends on how a step is cut", found.hint)
             elif found.found is not None:
                 self._wrong(f"{self._entry(name)} {found.found}, but {self._declared}: {found.measured}", found.hint)

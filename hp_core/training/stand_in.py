@@ -13,8 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hp_core.config import TrainerConfig
-from hp_core.errors import HpError, InputError, Problem
+from hp_core.errors import HpError, InputError, Problem, RunError
 from hp_core.model.tiny import FAMILIES, tiny_model
+from hp_core.parallel.setup import DistributedSetup
 from hp_core.parallel.tiny import tiny_setup
 from hp_core.plugins import Plugins
 from hp_core.training.accounting import MicroBatch
@@ -94,13 +95,10 @@ def try_loss(config: TrainerConfig, plugins: Plugins) -> Trial:
     stand_in = StandIn.of(config)
     with tiny_setup() as setup:
         loss_fn = _built(config, plugins)
-        contract = contract_of(loss_fn)
-        require_loss_call(loss_fn, contract.columns)
+        require_loss_call(loss_fn, contract_of(loss_fn).columns)
         require_without_parameters(loss_fn)
         try:
-            model = stand_in.build()
-            plugins.hook.bind_model(loss_fn=loss_fn, model=model, distributed_setup=setup)
-            return Trial(_diagnosed(loss_fn, model, contract, plugins))
+            return Trial(diagnosed(loss_fn, stand_in, plugins, setup))
         except Exception as error:
             text = str(error) if isinstance(error, HpError) else f"{type(error).__name__}: {error}"
             if not stand_in.is_own_family:
@@ -122,7 +120,15 @@ def _built(config: TrainerConfig, plugins: Plugins) -> nn.Module:
         raise InputError(Problem(message, path="loss_fn")) from error
 
 
-def _diagnosed(loss_fn: nn.Module, model: nn.Module, contract: LossContract, plugins: Plugins) -> Diagnosis:
+def diagnosed(loss_fn: nn.Module, stand_in: StandIn, plugins: Plugins, setup: DistributedSetup) -> Diagnosis:
+    """Bind a loss to the tiny model, and diagnose it.
+
+    Raises:
+        Exception: whatever the loss, the model or a hook raises.
+    """
+    model, contract = stand_in.build(), contract_of(loss_fn)
+    plugins.hook.bind_model(loss_fn=loss_fn, model=model, distributed_setup=setup)
+
     def run(batch: Batch) -> tuple[Any, Any]:
         return _call(loss_fn, model, contract, plugins, batch)
 
@@ -161,6 +167,10 @@ def _call(
     model_inputs = plugins.hook.prepare_model_inputs(
         loss_fn=loss_fn, model_inputs=one.model_inputs, loss_inputs=one.loss_inputs
     )
+    if not isinstance(model_inputs, dict):
+        raise RunError(
+            f"prepare_model_inputs returned a {type(model_inputs).__name__}, not the dict to call the model with"
+        )
     outputs = model(**model_inputs)
     arguments = column_arguments(one.loss_inputs, contract.columns)
     return loss_fn(model_output=outputs, labels=one.loss_inputs["labels"], **arguments), outputs
