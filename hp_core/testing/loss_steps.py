@@ -11,7 +11,7 @@ from torch import nn
 
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.testing.checks import BrokenPromiseError, require, whole
-from hp_core.testing.models import VOCABULARY, take_rows, tiny_batch, tiny_model
+from hp_core.testing.models import VOCABULARY, other_text, take_rows, tiny_batch, tiny_model
 from hp_core.training.accounting import MicroBatch, StepLoss, count_step, loss_entries
 from hp_core.training.columns import column_arguments
 from hp_core.training.loss import (
@@ -19,7 +19,6 @@ from hp_core.training.loss import (
     BindsModel,
     LossContract,
     PreparesModelInputs,
-    columns_of,
     contract_of,
 )
 from hp_core.training.step import Passes, accumulate_gradients
@@ -59,19 +58,32 @@ class LossCase:
         return model
 
     def batch(self, *, silent: Sequence[int] = (), seed: int = 0) -> dict[str, torch.Tensor]:
-        """Four rows with 12, 7, 2 and 8 targets and the loss's columns; the rows of `silent` are padding."""
-        batch = tiny_batch(self.family, seed=seed)
+        """Four rows with 12, 7, 2 and 8 targets and the loss's columns; the rows of `silent` are padding.
+
+        Where the loss ignores another label than -100, each row has one of these in the place of its last target.
+        """
+        batch, contract = tiny_batch(self.family, seed=seed), contract_of(self.build())
+        if contract.ignore_index != IGNORE_INDEX:
+            batch["labels"] = other_target(batch["labels"], contract)
+            batch["labels"][:, -1] = contract.ignore_index
         batch["labels"][list(silent)] = IGNORE_INDEX
         batch["is_padding"] = torch.zeros_like(batch["labels"], dtype=torch.bool)
         batch["is_padding"][list(silent)] = True
         generator = torch.Generator().manual_seed(seed + 1)
-        for name in columns_of(self.build()):
+        for name in contract.columns:
             if name.endswith("_labels"):
                 ids = torch.randint(0, VOCABULARY, batch["labels"].shape, generator=generator)
                 batch[name] = torch.where(batch["labels"] == IGNORE_INDEX, IGNORE_INDEX, ids)
             else:
                 batch[name] = torch.rand(batch["labels"].shape, generator=generator) + 0.5
         return batch
+
+
+def other_target(labels: torch.Tensor, contract: LossContract) -> torch.Tensor:
+    """Another target in the place of each, which is no label that the loss ignores; labels of -100 stay."""
+    others = other_text(labels)
+    others = torch.where(others == contract.ignore_index, other_text(others), others)
+    return torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, others)
 
 
 def micro_batches(batch: Batch, count: int, contract: LossContract) -> list[MicroBatch]:
@@ -104,7 +116,7 @@ def model_inputs_of(loss_fn: nn.Module, one: MicroBatch) -> dict[str, Any]:
 
 def call(loss_fn: nn.Module, outputs: Any, loss_inputs: Mapping[str, Any]) -> Any:
     """The loss of one micro-batch, called as the engine does it."""
-    columns = column_arguments(loss_inputs, columns_of(loss_fn))
+    columns = column_arguments(loss_inputs, contract_of(loss_fn).columns)
     return loss_fn(model_output=outputs, labels=loss_inputs["labels"], **columns)
 
 

@@ -35,6 +35,7 @@ from hp_core.testing.loss_steps import (
     micro_batch,
     micro_batches,
     model_inputs_of,
+    other_target,
 )
 from hp_core.testing.loss_targets import check_every_target_counts
 from hp_core.testing.models import other_text, take_rows
@@ -42,7 +43,7 @@ from hp_core.testing.setups import tiny_setup
 from hp_core.testing.watch import contents, copied, stored, untouched
 from hp_core.training.built import require_loss_call, require_without_parameters
 from hp_core.training.evaluation import evaluating
-from hp_core.training.loss import IGNORE_INDEX, BindsModel, PreparesModelInputs, columns_of, contract_of
+from hp_core.training.loss import IGNORE_INDEX, BindsModel, PreparesModelInputs, contract_of
 
 SILENT_ROW = 1
 
@@ -90,7 +91,7 @@ class LossChecks:
                 partial(check_token_weighting, self.case),
             ),
             "ignored_tokens": (
-                "labels of -100 add exactly nothing, also where a micro-batch has no others",
+                "labels that are ignored add exactly nothing, also where a micro-batch has no others",
                 partial(check_ignored_tokens, self.case),
             ),
             "labels_shifted_once": (
@@ -146,10 +147,11 @@ def check_contract(case: LossCase) -> None:
         for name, value in entries.items():
             require(bool(value.isfinite().all()), f"{name} is {value.detach().tolist()}")
             require(value.is_floating_point(), f"{name} has the dtype {value.dtype}; return a floating-point tensor")
-        require(
-            any(value.requires_grad for name, value in entries.items() if name not in contract.diagnostics),
-            "what it returns has no gradient: it was detached, or made of numbers instead of tensors",
-        )
+            require(
+                value.requires_grad or name in contract.diagnostics,
+                f"{name} has no gradient: it was detached, or made of numbers instead of tensors; an entry that is "
+                f"only to be logged belongs in diagnostics = ({name!r},)",
+            )
 
 
 def check_model_hooks(case: LossCase) -> None:
@@ -200,9 +202,10 @@ def check_labels_shifted_once(case: LossCase) -> None:
     """The first label counts, and it belongs to the first position's logits: later tokens have no part in it."""
     with tiny_setup() as setup:
         model, batch = case.model(), case.batch()
-        columns = columns_of(case.build())
+        contract = contract_of(case.build())
+        columns = contract.columns
         only_first = torch.full_like(batch["labels"], IGNORE_INDEX)
-        only_first[:, 0] = batch["input_ids"][:, 0]
+        only_first[:, 0] = other_target(batch["input_ids"][:, 0], contract)
         first = {**batch, "labels": only_first}
         for name in columns:
             if name.endswith("_labels"):
@@ -213,7 +216,7 @@ def check_labels_shifted_once(case: LossCase) -> None:
 
         loss = value(first)
         hint = "labels arrive shifted, so logits[:, t] belongs to labels[:, t]; don't shift them again"
-        other = {**first, "labels": torch.where(only_first == IGNORE_INDEX, IGNORE_INDEX, other_text(only_first))}
+        other = {**first, "labels": other_target(only_first, contract)}
         require(
             abs(value(other) - loss) > case.tolerance * abs(loss),
             f"another target of the first position gives the same loss, {loss:.6g}; {hint}",

@@ -9,6 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from hp_core.training.loss import contract_of
+
 IGNORED = -100
 
 
@@ -357,3 +359,49 @@ class NeedsTargetsOnEveryRank(SumLoss):
         if dist.get_world_size() > 1 and not (labels != IGNORED).any():
             raise RuntimeError("nothing to learn here")
         return super().forward(model_output=model_output, labels=labels)
+
+
+class DeclaresEverything(nn.Module):
+    """Keeps every promise: weighted tokens, an ignored label of its own, and a diagnostic."""
+
+    columns = ("weights",)
+    weight_column = "weights"
+    ignore_index = 7
+    diagnostics = ("hits",)
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor, weights: torch.Tensor) -> Any:
+        contract = contract_of(self)
+        losses = nll(model_output.logits, labels).view(labels.shape)
+        hits = (model_output.logits.argmax(-1) == labels).float()
+        return {name: contract.reduced(one, labels, {"weights": weights}) for name, one in self._parts(losses, hits)}
+
+    def _parts(self, losses: torch.Tensor, hits: torch.Tensor) -> Any:
+        return (("task_loss", losses), ("hits", hits))
+
+
+class DividesByCount(DeclaresEverything):
+    """A mean over weighted tokens that divides by their number."""
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor, weights: torch.Tensor) -> Any:
+        is_target = (labels != IGNORED) & (labels != self.ignore_index)
+        losses = nll(model_output.logits, labels).view(labels.shape) * weights * is_target
+        return {"task_loss": losses.sum() / is_target.sum().clamp(min=1)}
+
+
+class CountsTheIgnored(DeclaresEverything):
+    """Learns from labels that it says it ignores."""
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor, weights: torch.Tensor) -> Any:
+        weights = weights * (labels != IGNORED)
+        losses = nll(model_output.logits, labels).view(labels.shape) * weights
+        return {"task_loss": losses.sum() / weights.sum().clamp(min=1e-9)}
+
+
+class LogsInSecret(DeclaresEverything):
+    """Returns something to log among what is to be trained."""
+
+    diagnostics = ()

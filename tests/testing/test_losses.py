@@ -42,6 +42,16 @@ def test_a_loss_with_a_weight_for_each_class_keeps_every_promise(check: Check) -
     check()
 
 
+@loss_checks(broken.DeclaresEverything)
+def test_a_loss_that_declares_everything_keeps_every_promise(check: Check) -> None:
+    check()
+
+
+@loss_checks(broken.DeclaresEverything, reduction="sample")
+def test_a_loss_of_rows_keeps_every_promise(check: Check) -> None:
+    check()
+
+
 # The loss, the checks that catch it, and a part of what the first of them says.
 CAUGHT = [
     (
@@ -67,6 +77,8 @@ CAUGHT = [
     (broken.ShiftsTheLogits, ["labels_shifted_once"], "changes with the tokens after it"),
     (broken.DropsTheLast, ["every_target_counts"], "another target at position"),
     (broken.IgnoresItsColumn, ["every_target_counts"], "another column 'weights' gives the same loss"),
+    (broken.DividesByCount, ["token_weighting"], "with 2 micro-batches the loss is"),
+    (broken.CountsTheIgnored, ["token_weighting"], "with 2 micro-batches the loss is"),
     (broken.HalfDetached, ["gradients"], "a part of the loss is detached"),
     (broken.WrongBackward, ["gradients"], "the derivative along a direction of"),
     (broken.ClampsInPlace, ["inputs_untouched"], "the loss changes model_output: it writes into 'logits'"),
@@ -92,7 +104,8 @@ def test_a_broken_promise_is_caught_by_its_own_check(component: Any, names: list
     [
         (broken.ReturnsNumber, "'loss' must be a scalar tensor, got float"),
         (broken.ReturnsVector, "'loss' must be a scalar tensor, got (48,)"),
-        (broken.Detached, "what it returns has no gradient"),
+        (broken.Detached, "loss has no gradient"),
+        (broken.LogsInSecret, "belongs in diagnostics = ('hits',)"),
         (broken.OtherNames, "can't be called with model_output and labels"),
         (broken.OddReduction, "a loss declares 'mean', 'sum' or 'sample'"),
         (broken.WithParameter, "trainable parameter 'weight', which nothing would train"),
