@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,16 +21,13 @@ class ChunkObjective(Protocol):
         """The shape of the sums: none for one, or their number."""
         ...
 
-    def total_and_gradient_(
-        self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, *others: torch.Tensor
-    ) -> torch.Tensor:
-        """The sums over some tokens, in fp32 or float64; `logits` holds the derivative of the first one afterwards.
+    @property
+    def total_and_gradient_(self) -> Callable[..., torch.Tensor]:
+        """Gives the sums over some tokens, and leaves the derivative of the first one in `logits`.
 
-        Args:
-            logits: (tokens, classes) in fp32 or float64; overwritten.
-            targets: (tokens,), none of them -100.
-            weights: (tokens,) in the dtype of `logits`, or None for one each.
-            others: whatever else there is of each token.
+        It is called with `logits`, (tokens, classes) in fp32 or float64, to be overwritten; `targets`, (tokens,), none
+        of them -100; `weights`, (tokens,) in the dtype of the logits or None for one each; and whatever else the loss
+        was given of each token.
         """
         ...
 

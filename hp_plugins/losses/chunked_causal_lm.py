@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from hp_core.training.loss import IGNORE_INDEX
 from hp_plugins.losses.auxiliary import router_coefficient, with_router_loss
 from hp_plugins.losses.chunked import ChunkedHeadLoss
 from hp_plugins.losses.head import LossHead, measure_transform
+from hp_plugins.losses.in_head import HeadCall, answered
 from hp_plugins.losses.logits import LogitTransform
 from hp_plugins.losses.objective import Objective
 from hp_plugins.losses.targets import IgnoreIndex, LabelSmoothing, Supervision, Targets, TokenWeights, ZLoss
@@ -65,7 +66,7 @@ class ChunkedCausalLMLoss(nn.Module):
         self._chunk_size = chunk_size
         self._budget_mib = memory_budget_mib or DEFAULT_BUDGET_MIB
         self._bound: _Bound | None = None
-        self._pending: _Pending | None = None
+        self._pending: HeadCall | None = None
 
     def bind_model(self, model: nn.Module, distributed_setup: Any) -> None:
         """Take the place of the head's `forward`, and see what the model does to the head's output.
@@ -85,8 +86,12 @@ class ChunkedCausalLMLoss(nn.Module):
     def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
         """Hand the labels to the head instead of the model, for the model's next call."""
         bound = self._require_bound()
+
+        def compute(hidden: torch.Tensor, head: nn.Linear, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+            return bound.loss(hidden, head.weight, head.bias, targets)
+
         columns = {name: loss_inputs[name] for name in self.columns}
-        self._pending = _Pending(bound.loss, self._supervision, loss_inputs["labels"], columns)
+        self._pending = HeadCall(self._supervision, loss_inputs["labels"], columns, compute)
         bound.head.ask(self._pending.answer)
         return {name: value for name, value in model_inputs.items() if name not in ("labels", "shift_labels")}
 
@@ -102,14 +107,9 @@ class ChunkedCausalLMLoss(nn.Module):
         """
         del columns
         bound, pending, self._pending = self._require_bound(), self._pending, None
-        if pending is None:
-            raise RunError("loss_fn: prepare_model_inputs was not called before the model")
-        if pending.total is None or pending.targets is None:
-            raise RunError("loss_fn: the model did not call its head; loss_fn: causal_lm works without")
-        if pending.labels is not labels and not torch.equal(pending.labels, labels):
-            raise RunError("loss_fn: the labels are not those that prepare_model_inputs was called with last")
-        loss: torch.Tensor = pending.total + model_output.logits.sum() / bound.loss.transform.scale
-        return with_router_loss(loss, model_output, bound.router_coefficient, pending.targets.total_weight())
+        total, targets = answered(pending, labels, "loss_fn: causal_lm works without")
+        loss = total + model_output.logits.sum() / bound.loss.transform.scale
+        return with_router_loss(loss, model_output, bound.router_coefficient, targets.total_weight())
 
     def _require_bound(self) -> _Bound:
         if self._bound is None:
@@ -124,33 +124,6 @@ class _Bound:
     head: LossHead
     loss: ChunkedHeadLoss
     router_coefficient: float
-
-
-@dataclass
-class _Pending:
-    """A micro-batch on its way through the model; the head fills in what it found."""
-
-    loss: ChunkedHeadLoss
-    supervision: Supervision
-    labels: torch.Tensor
-    columns: Mapping[str, torch.Tensor]
-    targets: Targets | None = field(default=None, init=False)
-    total: torch.Tensor | None = field(default=None, init=False)
-
-    def answer(self, hidden: torch.Tensor, head: nn.Linear) -> torch.Tensor:
-        """Compute the loss in the head's call and return what its gradient flows through.
-
-        Raises:
-            RunError: the head sees other positions than the labels have.
-        """
-        if hidden.shape[:-1] != self.labels.shape:
-            raise RunError(
-                f"loss_fn: the head is called for {tuple(hidden.shape[:-1])} tokens, the labels are for "
-                f"{tuple(self.labels.shape)}; logits_to_keep must keep them all"
-            )
-        self.targets = self.supervision.targets(self.labels, self.columns, len(head.weight))
-        carrier, self.total = self.loss(hidden.flatten(0, -2), head.weight, head.bias, self.targets)
-        return carrier
 
 
 def fitting_chunk(weight: torch.Tensor, transform: LogitTransform, budget_mib: int, num_buffers: int = 1) -> int:
