@@ -363,4 +363,7 @@ def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
 
 def _first_logits(outputs: Any) -> torch.Tensor | None:
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
-    return logits[0, 0].detach() if isinstance(logits, torch.Tensor) and logits.ndim == 3 else None
+    # A loss that withholds the logits leaves something of another shape.
+    if not isinstance(logits, torch.Tensor) or tuple(logits.shape[:-1]) != (NUM_ROWS, LENGTH):
+        return None
+    return logits[0, 0].detach()

@@ -22,7 +22,9 @@ def restored(module: nn.Module, *, apart_from: nn.Module) -> Iterator[None]:
     """Whatever happens inside leaves no trace in `module` and in the objects that it holds.
 
     Everything is put back into the objects that were there, since others may hold them too: a hook of the model, a
-    plugin. A copy of the module would not do, as those would go on calling the original.
+    plugin. A copy of the module would not do, as those would go on calling the original. Parameters are left alone:
+    nothing trains those of a loss, and a teacher's would fill the device a second time, or be gathered by FSDP2 when
+    they are put back.
 
     Args:
         module: a loss.
@@ -42,7 +44,7 @@ class _Memory:
     def __init__(self, apart_from: nn.Module) -> None:
         self._undo: list[Callable[[], None]] = []
         self._known = {id(one) for one in apart_from.modules()}
-        self._known |= {id(one) for one in (*apart_from.parameters(), *apart_from.buffers())}
+        self._known |= {id(one) for one in apart_from.buffers()}
 
     def put_back(self) -> None:
         for undo in self._undo:
@@ -52,6 +54,8 @@ class _Memory:
         if id(value) in self._known:
             return
         self._known.add(id(value))
+        if isinstance(value, nn.Parameter):
+            return
         if isinstance(value, torch.Tensor):
             self._remember_tensor(value)
         elif isinstance(value, (dict, list, set, deque, tuple)):
@@ -65,7 +69,10 @@ class _Memory:
         elif isinstance(value, np.random.Generator):
             bits, stream = value.bit_generator, value.bit_generator.state
             self._undo.append(lambda: _set_stream(bits, stream))
-        elif isinstance(value, nn.Module) or not _is_foreign(value):
+        elif isinstance(value, nn.Module):
+            self._known.add(id(value._parameters))
+            self.remember(vars(value))
+        elif not _is_foreign(value):
             self._remember_attributes(value)
 
     def _remember_tensor(self, value: torch.Tensor) -> None:

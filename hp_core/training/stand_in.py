@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hp_core.config import TrainerConfig
+from hp_core.config.target import Target
 from hp_core.errors import HpError, InputError, Problem, RunError
 from hp_core.model.tiny import FAMILIES, tiny_model
 from hp_core.parallel.setup import DistributedSetup
@@ -51,7 +53,12 @@ class StandIn:
     @classmethod
     def of(cls, config: TrainerConfig) -> StandIn:
         """What stands in for a recipe's model."""
-        arguments = config.model.arguments
+        found = cls._of(config.model)
+        return dataclasses.replace(found, is_own_family=found.is_own_family and config.trainer.name == _TEXT)
+
+    @classmethod
+    def _of(cls, model: Target) -> StandIn:
+        arguments = model.arguments
         given = arguments.get("config")
         values: dict[str, Any] = _stored_config(arguments)
         values |= given if isinstance(given, Mapping) else {}
@@ -59,17 +66,37 @@ class StandIn:
         vocab_size = values.get("vocab_size")
         return cls(
             known[0] if known else _DEFAULT_FAMILY,
-            bool(known) and config.trainer.name == _TEXT,
+            bool(known),
             max(vocab_size, NUM_IDS) if isinstance(vocab_size, int) else None,
         )
 
+    def instead_of(self, other: Target) -> Target:
+        """What stands in for another model that the recipe names, such as a teacher: with this one's vocabulary."""
+        path = f"{stand_in_model.__module__}.{stand_in_model.__qualname__}"
+        # Of the same weights a teacher would have nothing to teach.
+        arguments = {"family": self._of(other).family, "vocab_size": self.vocab_size, "seed": 1}
+        return dataclasses.replace(other, name=None, component=None, import_path=path, arguments=arguments)
+
+    def within(self, target: Target) -> Target:
+        """A component with tiny models in place of those that it takes, at any depth."""
+        arguments = {
+            name: value if not isinstance(value, Target) else self.within(value)
+            for name, value in target.arguments.items()
+        }
+        replaced = dataclasses.replace(target, arguments=arguments)
+        return self.instead_of(replaced) if target.group == "hp.models" else replaced
+
     def build(self) -> PreTrainedModel:
-        """The model, whose logits differ enough to tell how a loss combines tokens."""
-        model = tiny_model(self.family, vocab_size=self.vocab_size)
-        head = model.get_output_embeddings()
-        with torch.no_grad():
-            head.weight.mul_(_HEAD_SCALE)
-        return model
+        """The model, in training mode."""
+        return stand_in_model(self.family, self.vocab_size, seed=0)
+
+
+def stand_in_model(family: str, vocab_size: int | None, seed: int) -> PreTrainedModel:
+    """A tiny model whose logits differ enough to tell how a loss combines tokens."""
+    model = tiny_model(family, seed, vocab_size=vocab_size)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(_HEAD_SCALE)
+    return model
 
 
 def _stored_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,6 +120,8 @@ def try_loss(config: TrainerConfig, plugins: Plugins) -> Trial:
             own family.
     """
     stand_in = StandIn.of(config)
+    if config.loss_fn is not None:
+        config = config.model_copy(update={"loss_fn": stand_in.within(config.loss_fn)})
     with tiny_setup() as setup:
         loss_fn = _built(config, plugins)
         require_loss_call(loss_fn, contract_of(loss_fn).columns)

@@ -16,9 +16,14 @@ from hp_core.training.stand_in import StandIn
 from tests.e2e.runs import hp_train_here, recipe, steps, train
 
 LOSSES = """
+from typing import Annotated
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from hp_core import Target
+from hp_core.config.nested import ComponentOf
 
 
 def costs(model_output, labels):
@@ -59,6 +64,27 @@ class Needs(nn.Module):
 class Squared(nn.Module):
     def forward(self, *, model_output, labels):
         return (costs(model_output, labels).sum() / (labels != -100).sum()) ** 2
+
+
+class Taught(nn.Module):
+    reduction = "sum"
+
+    def __init__(self, teacher: Annotated[Target, ComponentOf("hp.models")]) -> None:
+        super().__init__()
+        self.teacher = teacher
+
+    def bind_model(self, model, distributed_setup):
+        self.model = self.teacher.build(distributed_setup=distributed_setup).eval().requires_grad_(False)
+        self.vocab_size = (self.model.config.vocab_size, model.config.vocab_size)
+
+    def prepare_model_inputs(self, model_inputs, loss_inputs):
+        self.wanted = self.model(input_ids=model_inputs["input_ids"]).logits.softmax(-1)
+        return model_inputs
+
+    def forward(self, *, model_output, labels):
+        assert self.vocab_size == (300, 300)
+        losses = F.cross_entropy(model_output.logits.flatten(0, 1), self.wanted.flatten(0, 1), reduction="none")
+        return {"kl_loss": losses[labels.flatten() != -100].sum(), "loss": costs(model_output, labels).sum()}
 
 
 class Unbuildable(nn.Module):
@@ -145,6 +171,14 @@ def test_a_loss_made_for_the_recipe_s_vocabulary_is_called_with_that(project: Pa
     done = hp_train_here("check", str(project), loss("ByClass", ", num_classes: 300"))
     assert done.returncode == 2
     assert "loss_fn: ByClass raises on a tiny llama: RuntimeError: weight tensor" in done.stderr
+
+
+def test_a_teacher_has_a_stand_in_as_well(project: Path) -> None:
+    """Neither its weights nor its size are needed, and its vocabulary is the recipe's."""
+    teacher = ", teacher: {name: causal_lm, pretrained: somebody/much-too-large}"
+    done = hp_train_here("check", str(project), loss("Taught", teacher), "--model.config.vocab_size=300")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
 
 
 def test_what_may_be_right_is_a_line_of_its_own(project: Path) -> None:

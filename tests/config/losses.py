@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import torch
 from torch import nn
 
 from hp_core.config.nested import ComponentOf
@@ -15,6 +16,12 @@ class CausalLm(nn.Module):
         super().__init__()
         self.ignore_index = ignore_index
         self.softcap = softcap
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor) -> torch.Tensor:
+        logits = model_output.logits.flatten(0, 1)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=self.ignore_index)
 
 
 def make_loss(scale: float = 1.0) -> nn.Module:

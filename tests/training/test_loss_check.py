@@ -416,11 +416,14 @@ def test_a_loss_that_remembers_is_as_before(setup: DistributedSetup) -> None:
 
 
 def test_the_model_that_a_loss_holds_is_left_alone() -> None:
-    loss_fn, model = nn.Module(), nn.Linear(2, 2)
-    loss_fn.model, loss_fn.own = model, nn.Linear(2, 2)
-    with restored(loss_fn, apart_from=model), torch.no_grad():
-        before = loss_fn.own.weight.clone()
-        model.weight.zero_()
-        loss_fn.own.weight.zero_()
-    assert not model.weight.any()
-    assert torch.equal(loss_fn.own.weight, before)
+    """And so are parameters, which a model with sharded weights swaps for others while it is called."""
+    loss_fn, model, teacher = nn.Module(), nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    loss_fn.model, loss_fn.teacher = model, teacher
+    gathered = nn.Parameter(torch.zeros(2))
+    with restored(loss_fn, apart_from=model):
+        model.running_var.zero_()
+        teacher.running_var.zero_()
+        teacher.weight = gathered
+    assert not model.running_var.any()
+    assert teacher.running_var.all()
+    assert teacher.weight is gathered
