@@ -270,11 +270,11 @@ def pinned(bench: Bench) -> bool:
         return [torch_loader(pin_memory=value, **given).pin_memory for value in (True, False)] == [True, False]
 
 
-def weights_act(loss: str) -> Callable[[Bench], bool]:
+def weights_act(*loss: str) -> Callable[[Bench], bool]:
     """Weights that differ between documents change the loss of a whole set."""
 
     def check(bench: Bench) -> bool:
-        common = (*OTHER, f"--loss_fn.name={loss}", "--training.train_iters=1", "--optimizer.lr=1e-30")
+        common = (*OTHER, *loss, "--training.train_iters=1", "--optimizer.lr=1e-30")
         plain = bench.run(*common)
         weighted = bench.run(*common, "--dataset.columns=[weight]", "--loss_fn.token_weights=weight")
         assert plain.code == weighted.code == 0, weighted.output
@@ -283,22 +283,30 @@ def weights_act(loss: str) -> Callable[[Bench], bool]:
     return check
 
 
-def rows_of_a_chunk(bench: Bench, *overrides: str) -> int:
-    """The most tokens whose logits the chunked loss held at a time."""
+def rows_of_a_chunk(bench: Bench, *overrides: str, computed_by: Any = None) -> int:
+    """The most tokens whose logits a chunked loss held at a time."""
     from hp_plugins.losses.objective import Objective
 
+    owner, method = computed_by or (Objective, "total_and_gradient_")
     seen: list[int] = []
-    plain = Objective.total_and_gradient_
+    plain = getattr(owner, method)
 
-    def watched(self: Objective, logits: torch.Tensor, *others: Any) -> torch.Tensor:
+    def watched(self: Any, logits: torch.Tensor, *others: Any) -> torch.Tensor:
         seen.append(len(logits))
         return plain(self, logits, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Objective, "total_and_gradient_", watched)
-        outcome = bench.run(*CHUNKED, "--training.train_iters=1", *overrides)
+        patch.setattr(owner, method, watched)
+        outcome = bench.run("--training.train_iters=1", *overrides)
     assert outcome.code == 0, outcome.output
     return max(seen)
+
+
+def rows_of_a_distilled_chunk(bench: Bench, *overrides: str) -> int:
+    """Likewise, with a teacher."""
+    from hp_plugins.losses.divergence import Divergence
+
+    return rows_of_a_chunk(bench, *DISTILLATION, *overrides, computed_by=(Divergence, "sums_and_gradient_"))
 
 
 DOCS = ("--dataset={name: python_docs, max_files: 6, max_seq_len: 32, validation_fraction: 0.3, tokenizer: bytes}",)
@@ -312,6 +320,11 @@ DENSE = ("--loss_fn={name: causal_lm}",)
 CHUNKED = ("--loss_fn={name: chunked_causal_lm}",)
 FOCAL = ("--loss_fn={name: focal}",)
 Z_LOSS = ("--loss_fn={name: z_loss, loss: causal_lm}",)
+TEACHER = (
+    "{name: causal_lm, config: {model_type: llama, vocab_size: 300, hidden_size: 24, intermediate_size: 24, "
+    "num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}}"
+)
+DISTILLATION = (f"--loss_fn={{name: distillation, teacher: {TEACHER}}}",)
 OTHER = ("--dataset.files={texts}/other.jsonl", "--training.global_batch_size=1")
 CACHE = "--dataset.cache_dir={tmp}/mine"
 
@@ -419,20 +432,47 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
             ("ignore_index", str(ord("a")), loss),
         )
     },
-    "hp.losses.causal_lm.token_weights": weights_act("causal_lm"),
-    "hp.losses.chunked_causal_lm.token_weights": weights_act("chunked_causal_lm"),
+    "hp.losses.causal_lm.token_weights": weights_act(*DENSE),
+    "hp.losses.chunked_causal_lm.token_weights": weights_act(*CHUNKED),
     "hp.losses.chunked_causal_lm.chunk_size": lambda bench: (
-        rows_of_a_chunk(bench, "--loss_fn.chunk_size=5") == 5 < rows_of_a_chunk(bench)
+        rows_of_a_chunk(bench, *CHUNKED, "--loss_fn.chunk_size=5") == 5 < rows_of_a_chunk(bench, *CHUNKED)
     ),
     # 20,000 logits in fp32 are 80,000 bytes.
     "hp.losses.chunked_causal_lm.memory_budget_mib": lambda bench: (
-        rows_of_a_chunk(bench, "--model.config.vocab_size=20000", "--loss_fn.memory_budget_mib=1") == 2**20 // 80_000
+        rows_of_a_chunk(bench, *CHUNKED, "--model.config.vocab_size=20000", "--loss_fn.memory_budget_mib=1")
+        == 2**20 // 80_000
     ),
     "hp.losses.focal.gamma": losses_differ("--loss_fn.gamma=0.5", base=FOCAL),
     "hp.losses.focal.ignore_index": losses_differ(f"--loss_fn.ignore_index={ord('a')}", base=FOCAL),
-    "hp.losses.focal.token_weights": weights_act("focal"),
+    "hp.losses.focal.token_weights": weights_act(*FOCAL),
     "hp.losses.z_loss.loss": losses_differ("--loss_fn.loss=focal", base=Z_LOSS),
     "hp.losses.z_loss.coefficient": losses_differ("--loss_fn.coefficient=0.1", base=Z_LOSS),
+    **{
+        f"hp.losses.distillation.{name.partition('.')[0]}": losses_differ(
+            f"--loss_fn.{name}={value}", base=DISTILLATION
+        )
+        for name, value in {
+            "teacher.config.hidden_size": "32",
+            "direction": "reverse",
+            "temperature": "2.0",
+            "kl_weight": "0.5",
+            "ignore_index": str(ord("a")),
+        }.items()
+    },
+    "hp.losses.distillation.token_weights": weights_act(*DISTILLATION),
+    "hp.losses.distillation.chunk_size": lambda bench: (
+        rows_of_a_distilled_chunk(bench, "--loss_fn.chunk_size=5") == 5 < rows_of_a_distilled_chunk(bench)
+    ),
+    # Four buffers of 80,000 bytes for a token.
+    "hp.losses.distillation.memory_budget_mib": lambda bench: (
+        rows_of_a_distilled_chunk(
+            bench,
+            "--model.config.vocab_size=20000",
+            "--loss_fn.teacher.config.vocab_size=20000",
+            "--loss_fn.memory_budget_mib=1",
+        )
+        == 2**20 // (4 * 80_000)
+    ),
     **{
         f"hp.optimizers.adamw.{name}": losses_differ(f"--optimizer.{name}={value}", "--training.train_iters=4")
         for name, value in {

@@ -5,8 +5,10 @@ from __future__ import annotations
 from hp_core import Target
 from hp_core.testing import loss_checks
 from hp_core.testing.checks import Check
+from hp_plugins.losses.distillation import DistillationLoss
 from hp_plugins.losses.focal import FocalLoss
 from hp_plugins.losses.z_loss import ZLoss
+from tests.plugins.losses.teachers import teacher
 
 FOCAL = Target("loss_fn.loss", "hp.losses", import_path="hp_plugins.losses.focal.FocalLoss")
 MODEL_OUTPUT = Target("loss_fn.loss", "hp.losses", import_path="hp_core.training.loss.ModelOutputLoss")
@@ -40,4 +42,41 @@ def test_z_loss_around_the_mean_that_the_model_computes(check: Check) -> None:
 
 @loss_checks(ZLoss, loss=WEIGHTED, coefficient=1e-2)
 def test_z_loss_around_weighted_tokens(check: Check) -> None:
+    check()
+
+
+# Teachers are in float64, since the kit takes derivatives of losses in it.
+# The divergence alone looks at where the targets are, not at what they are.
+ONLY_PLACES = dict.fromkeys(("every_target_counts", "labels_shifted_once"), "the divergence needs no targets")
+
+
+@loss_checks(DistillationLoss, teacher=teacher("tiny_teacher", dtype="float64"), skip=ONLY_PLACES)
+def test_distillation(check: Check) -> None:
+    check()
+
+
+@loss_checks(
+    DistillationLoss,
+    family="llama_tied",
+    teacher=teacher("tiny_teacher", dtype="float64", family="gemma2"),
+    direction="reverse",
+    temperature=2.0,
+    kl_weight=0.5,
+    ignore_index=-1,
+    token_weights="weights",
+    chunk_size=7,
+)
+def test_distillation_with_every_option(check: Check) -> None:
+    check()
+
+
+@loss_checks(
+    DistillationLoss,
+    family="gemma2",
+    skip={"gradients": "an embedding gives its padding token, which is a text token here, no gradient"},
+    teacher=teacher("tiny_teacher", dtype="float64", family="qwen3_moe"),
+    kl_weight=0.9,
+    memory_budget_mib=1,
+)
+def test_distillation_of_capped_logits(check: Check) -> None:
     check()

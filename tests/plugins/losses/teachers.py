@@ -17,10 +17,10 @@ from tests.plugins.losses.plain import Options, TinyLM
 
 
 def tiny_teacher(
-    family: str = "llama", seed: int = 1, vocab_size: int | None = None, *, distributed_setup: DistributedSetup
+    family: str = "llama", seed: int = 1, dtype: str = "float32", *, distributed_setup: DistributedSetup
 ) -> nn.Module:
     """A model of transformers whose head is not near zero, sharded like any."""
-    model = tiny_model(family, seed=seed, vocab_size=vocab_size)
+    model = tiny_model(family, seed=seed, dtype={"float32": torch.float32, "float64": torch.float64}[dtype])
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(8.0)
     shard_model(model, distributed_setup)
