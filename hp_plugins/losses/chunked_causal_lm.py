@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -12,13 +11,14 @@ from torch import nn
 
 from hp_core.errors import ArgumentError, InputError, Problem, RunError
 from hp_core.training.loss import IGNORE_INDEX
-from hp_plugins.losses.auxiliary import router_coefficient, with_router_loss
 from hp_plugins.losses.chunked import ChunkedHeadLoss
 from hp_plugins.losses.head import LossHead, measure_transform
 from hp_plugins.losses.in_head import HeadCall, answered
 from hp_plugins.losses.logits import LogitTransform
 from hp_plugins.losses.objective import Objective
-from hp_plugins.losses.targets import IgnoreIndex, LabelSmoothing, Supervision, Targets, TokenWeights, ZLoss
+from hp_plugins.losses.router import RouterBalance, RouterZLoss
+from hp_plugins.losses.targets import IgnoreIndex, LabelSmoothing, Targets, TokenWeights, ZLoss
+from hp_plugins.losses.token_loss import TokenLoss
 
 MIB = 2**20
 DEFAULT_BUDGET_MIB = 512
@@ -33,7 +33,7 @@ MemoryBudget = Annotated[
 ]
 
 
-class ChunkedCausalLMLoss(nn.Module):
+class ChunkedCausalLMLoss(TokenLoss):
     """The loss of `causal_lm`, computed within the model's head for some tokens at a time.
 
     The logits of a model with a large vocabulary take far more memory than its hidden states. This loss takes them
@@ -41,11 +41,7 @@ class ChunkedCausalLMLoss(nn.Module):
     `logits`, through which the gradient flows. The head works as before outside of training and evaluation steps.
     """
 
-    reduction = "sum"
     withholds_logits = True
-    columns: Sequence[str]
-    weight_column: str | None
-    ignore_index: int
 
     def __init__(
         self,
@@ -53,16 +49,16 @@ class ChunkedCausalLMLoss(nn.Module):
         z_loss: ZLoss = 0.0,
         ignore_index: IgnoreIndex = IGNORE_INDEX,
         token_weights: TokenWeights = None,
+        router_balance: RouterBalance = None,
+        router_z_loss: RouterZLoss = 0.0,
         chunk_size: ChunkSize = "auto",
         memory_budget_mib: MemoryBudget = None,
     ) -> None:
-        super().__init__()
+        super().__init__(ignore_index, token_weights, router_balance, router_z_loss)
         if chunk_size != "auto" and memory_budget_mib is not None:
             message = f"a budget chooses the chunk size, which is {chunk_size} already"
             raise ArgumentError("memory_budget_mib", message, "leave it out, or set loss_fn.chunk_size=auto")
         self._objective = Objective(label_smoothing, z_loss)
-        self._supervision = Supervision(ignore_index, token_weights)
-        self.columns, self.weight_column, self.ignore_index = self._supervision.columns, token_weights, ignore_index
         self._chunk_size = chunk_size
         self._budget_mib = memory_budget_mib or DEFAULT_BUDGET_MIB
         self._bound: _Bound | None = None
@@ -74,14 +70,14 @@ class ChunkedCausalLMLoss(nn.Module):
         Raises:
             InputError: the model's head is of another kind, or the memory budget is less than a token takes.
         """
-        del distributed_setup
+        super().bind_model(model, distributed_setup)
         head = LossHead.of(model)
         transform = measure_transform(model, head)
         chunk_size = self._chunk_size
         if chunk_size == "auto":
             chunk_size = fitting_chunk(head.head.weight, transform, self._budget_mib)
         loss = ChunkedHeadLoss(self._objective, transform, chunk_size)
-        self._bound, self._pending = _Bound(head, loss, router_coefficient(model)), None
+        self._bound, self._pending = _Bound(head, loss), None
 
     def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
         """Hand the labels to the head instead of the model, for the model's next call."""
@@ -93,7 +89,7 @@ class ChunkedCausalLMLoss(nn.Module):
         columns = {name: loss_inputs[name] for name in self.columns}
         self._pending = HeadCall(self._supervision, loss_inputs["labels"], columns, compute)
         bound.head.ask(self._pending.answer)
-        return {name: value for name, value in model_inputs.items() if name not in ("labels", "shift_labels")}
+        return super().prepare_model_inputs(model_inputs, loss_inputs)
 
     def forward(self, *, model_output: Any, labels: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
         """The summed loss, a scalar in fp32, or in float64 for a model of float64.
@@ -107,9 +103,9 @@ class ChunkedCausalLMLoss(nn.Module):
         """
         del columns
         bound, pending, self._pending = self._require_bound(), self._pending, None
-        total, targets = answered(pending, labels, "loss_fn: causal_lm works without")
-        loss = total + model_output.logits.sum() / bound.loss.transform.scale
-        return with_router_loss(loss, model_output, bound.router_coefficient, targets.total_weight())
+        total = answered(pending, labels, "loss_fn: causal_lm works without")
+        loss: torch.Tensor = total + model_output.logits.sum() / bound.loss.transform.scale
+        return loss
 
     def _require_bound(self) -> _Bound:
         if self._bound is None:
@@ -123,7 +119,6 @@ class _Bound:
 
     head: LossHead
     loss: ChunkedHeadLoss
-    router_coefficient: float
 
 
 def fitting_chunk(weight: torch.Tensor, transform: LogitTransform, budget_mib: int, num_buffers: int = 1) -> int:

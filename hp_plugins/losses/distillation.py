@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -14,15 +14,16 @@ from hp_core import Target
 from hp_core.config.nested import ComponentOf
 from hp_core.errors import ArgumentError, InputError, RunError
 from hp_core.training.loss import IGNORE_INDEX
-from hp_plugins.losses.auxiliary import router_coefficient, with_router_loss
 from hp_plugins.losses.chunked import ChunkedHeadLoss
 from hp_plugins.losses.chunked_causal_lm import DEFAULT_BUDGET_MIB, ChunkSize, MemoryBudget, fitting_chunk
 from hp_plugins.losses.divergence import Direction, Divergence
 from hp_plugins.losses.head import LossHead, measure_transform
 from hp_plugins.losses.in_head import HeadCall, answered
 from hp_plugins.losses.logits import LogitTransform
-from hp_plugins.losses.targets import IgnoreIndex, Supervision, Targets, TokenWeights
+from hp_plugins.losses.router import RouterBalance, RouterZLoss
+from hp_plugins.losses.targets import IgnoreIndex, Targets, TokenWeights
 from hp_plugins.losses.teacher import Teacher, TeacherLogits
+from hp_plugins.losses.token_loss import TokenLoss
 
 # Logits of both models, and what the divergence takes beside them.
 _NUM_BUFFERS = 4
@@ -37,23 +38,19 @@ KlWeight = Annotated[
 ]
 
 
-class DistillationLoss(nn.Module):
+class DistillationLoss(TokenLoss):
     """The divergence from a teacher's distribution over the next token, and cross entropy, summed over the targets.
 
     `Divergence` is its formula. The full logits of neither model are ever held: the loss is computed in the student's
     head, with its gradients, from the hidden states of both. It returns `loss` and two entries that are only logged:
     `kl_divergence`, of the softened distributions and without the square of the temperature, and `cross_entropy`.
 
-    The load-balancing loss of a mixture of experts that returns its router logits is added to `loss` with the
-    coefficient of the student's config. The teacher is no part of the loss's state, so no checkpoint holds it.
+    The losses of the student's routers are terms of the step; see `RouterLosses`. The teacher is no part of the loss's
+    state, so no checkpoint holds it.
     """
 
-    reduction = "sum"
     withholds_logits = True
     diagnostics = ("kl_divergence", "cross_entropy")
-    columns: Sequence[str]
-    weight_column: str | None
-    ignore_index: int
 
     def __init__(
         self,
@@ -63,17 +60,17 @@ class DistillationLoss(nn.Module):
         kl_weight: KlWeight = 1.0,
         ignore_index: IgnoreIndex = IGNORE_INDEX,
         token_weights: TokenWeights = None,
+        router_balance: RouterBalance = None,
+        router_z_loss: RouterZLoss = 0.0,
         chunk_size: ChunkSize = "auto",
         memory_budget_mib: MemoryBudget = None,
     ) -> None:
-        super().__init__()
+        super().__init__(ignore_index, token_weights, router_balance, router_z_loss)
         if chunk_size != "auto" and memory_budget_mib is not None:
             message = f"a budget chooses the chunk size, which is {chunk_size} already"
             raise ArgumentError("memory_budget_mib", message, "leave it out, or set loss_fn.chunk_size=auto")
         self._teacher = teacher
         self._divergence = Divergence(direction, temperature, kl_weight)
-        self._supervision = Supervision(ignore_index, token_weights)
-        self.columns, self.weight_column, self.ignore_index = self._supervision.columns, token_weights, ignore_index
         self._chunk_size = chunk_size
         self._budget_mib = memory_budget_mib or DEFAULT_BUDGET_MIB
         self._bound: _Bound | None = None
@@ -86,6 +83,7 @@ class DistillationLoss(nn.Module):
             InputError: the teacher can't be built, the vocabularies differ, one of the heads is of another kind, or the
                 memory budget is less than a token takes.
         """
+        super().bind_model(model, distributed_setup)
         head = LossHead.of(model)
         transform = measure_transform(model, head)
         chunk_size = self._chunk_size
@@ -97,14 +95,12 @@ class DistillationLoss(nn.Module):
             hint = "a teacher of the same tokenizer and vocabulary size is needed"
             raise InputError(self._teacher.problem("", message, hint))
         self._pending = None
-        self._bound = _Bound(
-            head, transform, chunk_size, router_coefficient(model), teacher.logits_for, teacher.release
-        )
+        self._bound = _Bound(head, transform, chunk_size, teacher.logits_for, teacher.release)
 
     def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
         """Run the teacher, and hand its hidden states and the labels to the head, for the model's next call."""
         bound = self._require_bound()
-        inputs = {name: value for name, value in model_inputs.items() if name not in ("labels", "shift_labels")}
+        inputs = super().prepare_model_inputs(model_inputs, loss_inputs)
         teacher = bound.run_teacher(inputs)
         labels = loss_inputs["labels"]
         if teacher.hidden.shape[:-1] != labels.shape:
@@ -137,10 +133,8 @@ class DistillationLoss(nn.Module):
         """
         del columns
         bound, pending, self._pending = self._require_bound(), self._pending, None
-        sums, targets = answered(pending, labels, "distillation computes within it")
-        loss, divergence, cross_entropy = sums
+        loss, divergence, cross_entropy = answered(pending, labels, "distillation computes within it")
         loss = loss + model_output.logits.sum() / bound.transform.scale
-        loss = with_router_loss(loss, model_output, bound.router_coefficient, targets.total_weight())
         return {"loss": loss, "kl_divergence": divergence, "cross_entropy": cross_entropy}
 
     def _require_bound(self) -> _Bound:
@@ -156,7 +150,6 @@ class _Bound:
     head: LossHead
     transform: LogitTransform
     chunk_size: int
-    router_coefficient: float
     run_teacher: Callable[[dict[str, Any]], TeacherLogits]
     release_teacher: Callable[[], None]
 

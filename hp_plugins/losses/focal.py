@@ -2,57 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import nn
 
 from hp_core.training.loss import IGNORE_INDEX
-from hp_plugins.losses.auxiliary import router_coefficient, with_router_loss
 from hp_plugins.losses.objective import at_least_fp32
-from hp_plugins.losses.targets import IgnoreIndex, Supervision, TokenWeights
+from hp_plugins.losses.router import RouterBalance, RouterZLoss
+from hp_plugins.losses.targets import IgnoreIndex, TokenWeights
+from hp_plugins.losses.token_loss import TokenLoss
 
 Gamma = Annotated[
     float, Field(ge=0, description="How much less well-predicted tokens count; 0 is plain cross entropy.")
 ]
 
 
-class FocalLoss(nn.Module):
+class FocalLoss(TokenLoss):
     """`-(1 - p)^gamma * log p` of each target's probability `p`, summed over the supervised tokens, in fp32.
 
-    Lin et al. 2017, "Focal Loss for Dense Object Detection", with the vocabulary as classes. The load-balancing loss of
-    a mixture of experts that returns its router logits is added with the coefficient of the model's config.
+    Lin et al. 2017, "Focal Loss for Dense Object Detection", with the vocabulary as classes. The losses of a
+    mixture's routers are terms of the step; see `RouterLosses`.
     """
-
-    reduction = "sum"
-    columns: Sequence[str]
-    weight_column: str | None
-    ignore_index: int
 
     def __init__(
         self,
         gamma: Gamma = 2.0,
         ignore_index: IgnoreIndex = IGNORE_INDEX,
         token_weights: TokenWeights = None,
+        router_balance: RouterBalance = None,
+        router_z_loss: RouterZLoss = 0.0,
     ) -> None:
-        super().__init__()
+        super().__init__(ignore_index, token_weights, router_balance, router_z_loss)
         self._gamma = gamma
-        self._supervision = Supervision(ignore_index, token_weights)
-        self.columns, self.weight_column, self.ignore_index = self._supervision.columns, token_weights, ignore_index
-        self._router_coefficient = 0.0
-
-    def bind_model(self, model: nn.Module, distributed_setup: Any) -> None:
-        """Read the weight of the router's auxiliary loss from the model's configuration."""
-        del distributed_setup
-        self._router_coefficient = router_coefficient(model)
-
-    def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
-        """Keep the labels from the model, which would compute a loss of its own with them."""
-        del loss_inputs
-        return {name: value for name, value in model_inputs.items() if name not in ("labels", "shift_labels")}
 
     def forward(self, *, model_output: Any, labels: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
         """The summed loss, a scalar in fp32, or in float64 for logits of float64.
@@ -75,7 +58,7 @@ class FocalLoss(nn.Module):
             losses = modulated(losses, self._gamma)
         if targets.weights is not None:
             losses = losses * targets.weights
-        return with_router_loss(losses.sum(), model_output, self._router_coefficient, targets.total_weight())
+        return losses.sum()
 
 
 def modulated(cross_entropies: torch.Tensor, gamma: float) -> torch.Tensor:

@@ -23,7 +23,6 @@ class HeadCall:
     labels: torch.Tensor
     columns: Mapping[str, torch.Tensor]
     compute: Compute
-    targets: Targets | None = field(default=None, init=False)
     sums: torch.Tensor | None = field(default=None, init=False)
 
     def answer(self, hidden: torch.Tensor, head: nn.Linear) -> torch.Tensor:
@@ -37,13 +36,13 @@ class HeadCall:
                 f"loss_fn: the head is called for {tuple(hidden.shape[:-1])} tokens, the labels are for "
                 f"{tuple(self.labels.shape)}; logits_to_keep must keep them all"
             )
-        self.targets = self.supervision.targets(self.labels, self.columns, len(head.weight))
-        carrier, self.sums = self.compute(hidden.flatten(0, -2), head, self.targets)
+        targets = self.supervision.targets(self.labels, self.columns, len(head.weight))
+        carrier, self.sums = self.compute(hidden.flatten(0, -2), head, targets)
         return carrier
 
 
-def answered(call: HeadCall | None, labels: torch.Tensor, hint: str) -> tuple[torch.Tensor, Targets]:
-    """The sums that the head found, and the targets that they are of.
+def answered(call: HeadCall | None, labels: torch.Tensor, hint: str) -> torch.Tensor:
+    """The sums that the head found.
 
     Args:
         call: what `prepare_model_inputs` made, if it was called.
@@ -55,8 +54,8 @@ def answered(call: HeadCall | None, labels: torch.Tensor, hint: str) -> tuple[to
     """
     if call is None:
         raise RunError("loss_fn: prepare_model_inputs was not called before the model")
-    if call.sums is None or call.targets is None:
+    if call.sums is None:
         raise RunError(f"loss_fn: the model did not call its head; {hint}")
     if call.labels is not labels and not torch.equal(call.labels, labels):
         raise RunError("loss_fn: the labels are not those that prepare_model_inputs was called with last")
-    return call.sums, call.targets
+    return call.sums

@@ -19,7 +19,7 @@ from hp_core.training.evaluation import evaluating
 
 Scores = Literal["softmax", "sigmoid"]
 
-HINT = "set loss_fn.router_balance_loss=0 and leave router_z_loss out"
+HINT = "set loss_fn.router_balance=0 and leave router_z_loss out"
 
 _LENGTH = 8
 # How far the probe spreads a router's logits: far enough to tell its functions apart in half precision.

@@ -27,10 +27,6 @@ class Targets:
     labels: torch.Tensor
     weights: torch.Tensor | None
 
-    def total_weight(self) -> torch.Tensor:
-        """What the step is normalised by: the number of targets, or the sum of their weights."""
-        return (self.labels != IGNORE_INDEX).sum() if self.weights is None else self.weights.sum()
-
 
 @dataclass(frozen=True)
 class Supervision:

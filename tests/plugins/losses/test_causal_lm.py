@@ -126,54 +126,6 @@ def tiny(config: dict, dtype: torch.dtype = torch.float64, **extra):
     return AutoModelForCausalLM.from_config(settings, experts_implementation="eager").to(dtype).eval()
 
 
-@pytest.mark.parametrize("coefficient", [0.0, 0.25, 0.5])
-def test_the_router_s_loss_is_added_with_the_config_s_coefficient(coefficient):
-    model = tiny(QWEN3_MOE, output_router_logits=True, router_aux_loss_coef=coefficient)
-    loss_fn = CausalLMLoss()
-    loss_fn.bind_model(model, None)
-    ids = torch.arange(12).reshape(2, 6)
-    labels = ids.roll(-1, 1)
-    labels[0, 3:] = IGNORED
-    model_output = model(input_ids=ids, use_cache=False)
-    assert model_output.aux_loss.item() > 1
-    expected = by_hand(model_output.logits, labels) + coefficient * model_output.aux_loss.item() * 9
-    loss = loss_fn(model_output=model_output, labels=labels)
-    assert loss.item() == pytest.approx(expected, rel=1e-6)
-    # What transformers computes itself is the mean of the same, so both losses train alike.
-    theirs = model(input_ids=ids, labels=labels, shift_labels=labels, use_cache=False)
-    own = ModelOutputLoss()(model_output=theirs, labels=labels)
-    assert own.item() == pytest.approx(expected / 9, rel=1e-6)
-
-
-def router_gradient(coefficient: float) -> torch.Tensor:
-    model = tiny(QWEN3_MOE, output_router_logits=True, router_aux_loss_coef=coefficient)
-    loss_fn = CausalLMLoss()
-    loss_fn.bind_model(model, None)
-    ids = torch.arange(12).reshape(2, 6)
-    model_output = model(input_ids=ids, use_cache=False)
-    # Logits without a graph: only the router's own loss is left.
-    model_output.logits = model_output.logits.detach()
-    loss_fn(model_output=model_output, labels=ids).backward()
-    return model.model.layers[0].mlp.gate.weight.grad
-
-
-def test_the_router_s_gradient_doubles_with_the_coefficient():
-    gradient = router_gradient(0.1)
-    assert gradient.abs().max() > 0
-    torch.testing.assert_close(router_gradient(0.2), 2 * gradient, rtol=1e-5, atol=0.0)
-
-
-def test_router_logits_that_are_not_asked_for_add_nothing():
-    model = tiny(QWEN3_MOE)
-    loss_fn = CausalLMLoss()
-    loss_fn.bind_model(model, None)
-    ids = torch.arange(6)[None]
-    model_output = model(input_ids=ids, use_cache=False)
-    assert loss_fn(model_output=model_output, labels=ids).item() == pytest.approx(
-        by_hand(model_output.logits, ids), rel=1e-6
-    )
-
-
 def test_a_model_of_any_make_will_do():
     logits, labels = a_batch()
     loss_fn = CausalLMLoss()
