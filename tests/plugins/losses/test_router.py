@@ -302,7 +302,7 @@ def refusal(model: nn.Module, balance: float = 0.1) -> str:
     with pytest.raises(InputError) as caught:
         bound(model, balance)
     assert str(caught.value).startswith("loss_fn: ")
-    assert str(caught.value).endswith("; set loss_fn.router_balance_loss=0 and leave router_z_loss out")
+    assert str(caught.value).endswith("; set loss_fn.router_balance=0 and leave router_z_loss out")
     return str(caught.value)
 
 
