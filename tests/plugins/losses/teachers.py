@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from hp_core import Target
 from hp_core.model.tiny import tiny_model
@@ -87,3 +88,10 @@ def token_by_token(
         loss = share * temperature**2 * divergence + (1 - share) * cross_entropy
         sums = sums + torch.stack((loss, divergence, cross_entropy)) * (weight if options.token_weights else 1)
     return sums[0], sums[1], sums[2]
+
+
+def reluctant_teacher(*, distributed_setup: DistributedSetup) -> nn.Module:
+    """A teacher that gives its gathered weights back after each forward pass."""
+    model = tiny_model("llama", seed=1)
+    fully_shard(model, mesh=distributed_setup.mesh, reshard_after_forward=True)
+    return model
