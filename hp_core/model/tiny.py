@@ -34,7 +34,8 @@ LLAMA: Mapping[str, Any] = {"model_type": "llama", "head_dim": 8, **COMMON}
 LLAMA_TIED: Mapping[str, Any] = {**LLAMA, "tie_word_embeddings": True}
 QWEN3: Mapping[str, Any] = {"model_type": "qwen3", "head_dim": 8, **COMMON}
 QWEN3_MOE: Mapping[str, Any] = {"model_type": "qwen3_moe", "head_dim": 8, **COMMON, **_EXPERTS}
-GEMMA2: Mapping[str, Any] = {"model_type": "gemma2", "head_dim": 8, **COMMON}
+# A padding token has no gradient in the embedding, so it is none of the text's.
+GEMMA2: Mapping[str, Any] = {"model_type": "gemma2", "head_dim": 8, "pad_token_id": VOCABULARY - 1, **COMMON}
 GPT2: Mapping[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": VOCABULARY,

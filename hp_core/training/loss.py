@@ -151,10 +151,11 @@ class LossContract:
             A scalar, or for `sample` the mean of each row, (rows,). Where nothing counts it is 0 with zero gradients.
         """
         is_target = self.is_target(labels)
+        nothing = torch.zeros_like(values)
         weights = is_target.to(values.dtype)
         if self.weight_column is not None:
-            weights = weights * (columns or {})[self.weight_column].to(values.dtype)
-        weighted = torch.where(is_target, values, torch.zeros_like(values)) * weights
+            weights = torch.where(is_target, (columns or {})[self.weight_column].to(values.dtype), nothing)
+        weighted = torch.where(is_target, values, nothing) * weights
         if self.reduction == "sum":
             return weighted.sum()
         axes = (-1,) if self.reduction == "sample" else tuple(range(weights.dim()))

@@ -27,7 +27,9 @@ from hp_core.training.loss import LossContract, contract_of
 from hp_core.training.loss_check import Diagnosis, diagnose
 from hp_core.training.loss_rows import LENGTH, NUM_IDS, Batch
 
-_DEFAULT_FAMILY = "llama"
+_DENSE_FAMILY, _EXPERTS_FAMILY = "llama", "qwen3_moe"
+# How configurations of transformers say that a model is a mixture of experts.
+_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 # The trainer whose batches the tiny rows are like.
 _TEXT = "text"
 # Initial logits are nearly equal, and so are then the costs of all tokens.
@@ -65,7 +67,7 @@ class StandIn:
         known = [name for name, one in FAMILIES.items() if one["model_type"] == values.get("model_type")]
         vocab_size = values.get("vocab_size")
         return cls(
-            known[0] if known else _DEFAULT_FAMILY,
+            known[0] if known else _EXPERTS_FAMILY if _EXPERTS & set(values) else _DENSE_FAMILY,
             bool(known),
             max(vocab_size, NUM_IDS) if isinstance(vocab_size, int) else None,
         )

@@ -57,7 +57,7 @@ class DistillationLoss(TokenLoss):
         teacher: TeacherModel,
         direction: DirectionOf = "forward",
         temperature: Temperature = 1.0,
-        kl_weight: KlWeight = 1.0,
+        kl_weight: KlWeight = 0.5,
         ignore_index: IgnoreIndex = IGNORE_INDEX,
         token_weights: TokenWeights = None,
         router_balance: RouterBalance = None,

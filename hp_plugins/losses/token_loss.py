@@ -42,7 +42,8 @@ class TokenLoss(nn.Module):
     def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
         """Keep the labels from the model, which would compute a loss of its own with them."""
         del loss_inputs
-        self._router.arm()
+        if self.training:  # an evaluation has no step, of which the routers' losses are terms
+            self._router.arm()
         return {name: value for name, value in model_inputs.items() if name not in ("labels", "shift_labels")}
 
     @property

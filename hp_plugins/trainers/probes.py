@@ -16,8 +16,10 @@ from hp_core.errors import InputError, Problem
 from hp_core.parallel.agreement import gathered
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.evaluation import evaluating
-from hp_core.training.loss import LossContract
+from hp_core.training.loss import IGNORE_INDEX, LossContract
 from hp_core.training.loss_check import Run, diagnose
+from hp_core.training.restoring import restored
+from hp_core.training.state import seed_everything
 
 _LENGTH = 8
 
@@ -57,10 +59,8 @@ def check_isolation(model: nn.Module, device: torch.device) -> None:
     Raises:
         InputError: it does, or the logits are not finite.
     """
-    apart = torch.arange(_LENGTH, device=device).repeat(2)[None]
-    together = torch.arange(2 * _LENGTH, device=device)[None]
     with evaluating(model):
-        leak, attention = (_influence(model, positions) for positions in (apart, together))
+        leak, attention = (_influence(model, positions) for positions in _apart_and_together(device))
     # Rounding alone stays far below what one document does to another when they are meant to be one.
     if not leak <= attention / 4:
         raise InputError(
@@ -73,13 +73,63 @@ def check_isolation(model: nn.Module, device: torch.device) -> None:
         )
 
 
+def check_loss_isolation(
+    loss_fn: nn.Module, model: nn.Module, contract: LossContract, run: Run, dataset: RowDataset
+) -> None:
+    """Refuse a loss in which packed documents see each other, as they may in a model of its own (a teacher).
+
+    Every rank calls it. The arguments are those of `check_loss`.
+
+    Raises:
+        InputError: another first document changes the loss of the second.
+    """
+    labels = torch.where(torch.arange(2 * _LENGTH) < _LENGTH, IGNORE_INDEX, torch.arange(2 * _LENGTH) % 5 + 1)[None]
+    columns = {name: labels if name.endswith("_labels") else torch.ones(labels.shape) for name in contract.columns} | {
+        name: array.repeat(2)[None] for name, array in _whole_numbers(dataset, contract).items()
+    }
+
+    def value(positions: torch.Tensor, first: int) -> float:
+        batch = {"input_ids": _ids(positions, first), "position_ids": positions, "labels": labels, **columns}
+        with restored(loss_fn, apart_from=model):
+            seed_everything(0, 0)
+            returned, _ = run({name: one.clone() for name, one in batch.items()})
+        entries = returned if isinstance(returned, Mapping) else {"loss": returned}
+        return sum(float(one.sum()) for name, one in entries.items() if name not in contract.diagnostics)
+
+    with evaluating(model, loss_fn):
+        leak, attention = (
+            abs(value(positions, 1) - value(positions, 2)) for positions in _apart_and_together(torch.device("cpu"))
+        )
+    if leak > attention / 4:
+        raise InputError(
+            Problem(
+                f"{type(loss_fn).__name__} does not keep packed documents apart: another first document changes the "
+                f"loss of the second by {leak:.2g} (by {attention:.2g} where they are one document)",
+                path="loss_fn",
+                hint="a model inside the loss needs attention that follows position_ids, too",
+            )
+        )
+
+
+def _apart_and_together(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of two packed documents, and of one document that is as long."""
+    apart = torch.arange(_LENGTH, device=device).repeat(2)[None]
+    return apart, torch.arange(2 * _LENGTH, device=device)[None]
+
+
+def _ids(positions: torch.Tensor, first: int) -> torch.Tensor:
+    """Tokens, in the first half of which all are `first`."""
+    ids = torch.full_like(positions, first)
+    ids[0, _LENGTH:] = torch.arange(_LENGTH, device=positions.device)
+    return ids
+
+
 def _influence(model: nn.Module, positions: torch.Tensor) -> float:
     """How much other tokens in the first half change the logits of the second; not a number if those are not."""
-    logits = []
-    for first in (1, 2):
-        ids = torch.full_like(positions, first)
-        ids[0, _LENGTH:] = torch.arange(_LENGTH, device=positions.device)
-        logits.append(model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, _LENGTH:].float())
+    logits = [
+        model(input_ids=_ids(positions, first), position_ids=positions, use_cache=False).logits[0, _LENGTH:].float()
+        for first in (1, 2)
+    ]
     return float((logits[0] - logits[1]).abs().max())
 
 

@@ -16,7 +16,14 @@ from hp_core.training.base import BaseTrainer
 from hp_core.training.columns import column_arguments, empty_columns
 from hp_core.training.evaluation import Evaluation, evaluating
 from hp_plugins.collators.rows import rows
-from hp_plugins.trainers.probes import check_call, check_isolation, check_loss, check_shift, require_positions
+from hp_plugins.trainers.probes import (
+    check_call,
+    check_isolation,
+    check_loss,
+    check_loss_isolation,
+    check_shift,
+    require_positions,
+)
 from hp_plugins.trainers.sampling import write_samples
 
 # What the loader's batches hold beside the label tensors and whatever a dataset adds.
@@ -38,10 +45,10 @@ class TextTrainer(BaseTrainer):
             _check_vocabulary(self.model, self.tokenizer)
         check_isolation(self.model, self.setup.device)
         check_shift(self._model_loss, self.setup.device)
-        for warning in check_loss(
-            self.loss_fn, self.model, self.contract, self._tiny_loss, self.datasets.train, self.setup
-        ):
+        bound = (self.loss_fn, self.model, self.contract, self._tiny_loss, self.datasets.train)
+        for warning in check_loss(*bound, self.setup):
             self.run.console.say(str(warning))
+        check_loss_isolation(*bound)
         if self.config.evaluation.samples.prompts and not isinstance(self.tokenizer, Tokenizer):
             raise InputError(Problem("sampling text needs dataset.tokenizer", path="evaluation.samples.prompts"))
 

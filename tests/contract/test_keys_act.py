@@ -325,6 +325,11 @@ TEACHER = (
     "num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}}"
 )
 DISTILLATION = (f"--loss_fn={{name: distillation, teacher: {TEACHER}}}",)
+EXPERTS = (
+    "--model.config={model_type: qwen3_moe, head_dim: 8, num_experts: 4, "
+    "num_experts_per_tok: 2, moe_intermediate_size: 8, vocab_size: 300, hidden_size: 16, num_hidden_layers: 1, "
+    "num_attention_heads: 2, num_key_value_heads: 1}"
+)
 OTHER = ("--dataset.files={texts}/other.jsonl", "--training.global_batch_size=1")
 CACHE = "--dataset.cache_dir={tmp}/mine"
 
@@ -432,6 +437,13 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
             ("ignore_index", str(ord("a")), loss),
         )
     },
+    **{
+        f"hp.losses.{loss[0].partition(': ')[2].strip('}').partition(',')[0]}.{name}": losses_differ(
+            f"--loss_fn.{name}=0.1", base=(*loss, EXPERTS)
+        )
+        for loss in (DENSE, CHUNKED, FOCAL, DISTILLATION)
+        for name in ("router_balance", "router_z_loss")
+    },
     "hp.losses.causal_lm.token_weights": weights_act(*DENSE),
     "hp.losses.chunked_causal_lm.token_weights": weights_act(*CHUNKED),
     "hp.losses.chunked_causal_lm.chunk_size": lambda bench: (
@@ -455,7 +467,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
             "teacher.config.hidden_size": "32",
             "direction": "reverse",
             "temperature": "2.0",
-            "kl_weight": "0.5",
+            "kl_weight": "0.9",
             "ignore_index": str(ord("a")),
         }.items()
     },

@@ -69,7 +69,7 @@ def test_rows_without_targets_add_nothing_on_any_layout(tmp_path):
 
 def test_a_student_comes_nearer_to_its_teacher_and_a_run_goes_on_with_it(tmp_path):
     path = recipe(tmp_path, extra="checkpoint: {save_every: 10}\n")
-    common = [distilling(saved_teacher(tmp_path / "teacher")), "--training.train_iters=20"]
+    common = [distilling(saved_teacher(tmp_path / "teacher"), kl_weight=1.0), "--training.train_iters=20"]
     rows = train(path, *common, nproc=2, out=tmp_path / "run")
     divergences = steps(rows, "kl_divergence")
     assert steps(rows) == divergences
@@ -112,3 +112,15 @@ def test_check_tries_the_loss_with_a_tiny_teacher_in_place_of_the_recipe_s(tmp_p
     done = hp_train_here("check", str(path))
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 2, done.stdout
+
+
+def test_a_teacher_in_which_packed_documents_see_each_other_is_refused(tmp_path):
+    config = {"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    section = {
+        "name": "distillation",
+        "teacher": {"name": "causal_lm", "config": config, "attn_implementation": "eager"},
+    }
+    done = hp_train_here(str(recipe(tmp_path)), f"--loss_fn={json.dumps(section)}")
+    assert done.returncode == 2
+    assert "loss_fn: DistillationLoss does not keep packed documents apart" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -254,7 +254,7 @@ def test_a_contract_that_can_not_be_kept_is_refused(declared, message):
 def test_losses_of_single_tokens_are_reduced_as_declared():
     labels = torch.tensor([[1, 1], [0, IGNORE_INDEX], [IGNORE_INDEX, IGNORE_INDEX]])
     values = torch.tensor([[1.0, 3.0], [8.0, float("nan")], [float("nan"), float("inf")]], requires_grad=True)
-    weights = {"w": torch.tensor([[1.0, 3.0], [0.5, 9.0], [9.0, 9.0]])}
+    weights = {"w": torch.tensor([[1.0, 3.0], [0.5, float("nan")], [9.0, 9.0]])}
     assert LossContract("sum").reduced(values, labels).item() == 12.0
     assert LossContract("mean").reduced(values, labels).item() == 4.0
     assert LossContract("sample").reduced(values, labels).tolist() == [2.0, 8.0, 0.0]

@@ -86,7 +86,7 @@ def test_each_option_changes_the_loss() -> None:
         {},
         {"direction": "reverse"},
         {"temperature": 2.0},
-        {"kl_weight": 0.5},
+        {"kl_weight": 0.9},
         {"ignore_index": 3},
         {"token_weights": "weights"},
         {"of_teacher": teacher(moved_by=0.4)},
@@ -133,7 +133,12 @@ def test_a_teacher_like_the_student_teaches_nothing(direction: Any, temperature:
         model.get_output_embeddings().weight.mul_(8.0)
     batch = tiny_batch("gemma2")
     loss_fn = bound(
-        model, teacher("tiny_teacher", family="gemma2"), direction=direction, temperature=temperature, chunk_size=5
+        model,
+        teacher("tiny_teacher", family="gemma2"),
+        direction=direction,
+        temperature=temperature,
+        kl_weight=1.0,
+        chunk_size=5,
     )
     entries = run_loss(loss_fn, model, {**batch, "use_cache": False}, {"labels": batch["labels"]})
     entries["loss"].backward()
