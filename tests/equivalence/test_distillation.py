@@ -116,6 +116,7 @@ def test_check_tries_the_loss_with_a_tiny_teacher_in_place_of_the_recipe_s(tmp_p
 
 def test_a_teacher_in_which_packed_documents_see_each_other_is_refused(tmp_path):
     config = {"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    config["initializer_range"] = 0.5
     section = {
         "name": "distillation",
         "teacher": {"name": "causal_lm", "config": config, "attn_implementation": "eager"},
