@@ -250,13 +250,18 @@ def name_fault(entry: object) -> str | None:
     return None
 
 
+def by_name(loss: Any) -> dict[str, Any]:
+    """What a loss returned, by entry; a bare value is the entry `loss`."""
+    return dict(loss) if isinstance(loss, Mapping) else {"loss": loss}
+
+
 def loss_entries(loss: Any, contract: LossContract, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-    """What a loss returned, by entry; a bare tensor is the entry `loss`.
+    """What a loss returned, by entry, as `by_name` has it.
 
     Raises:
         RunError: something is not a tensor of the shape that the loss declares, or there is nothing to train.
     """
-    entries = dict(loss) if isinstance(loss, Mapping) else {"loss": loss}
+    entries = by_name(loss)
     num_rows = len(micro_batch.rows["labels"])
     for name, value in entries.items():
         if fault := name_fault(name):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hp_core.errors import Problem
-from hp_core.training.accounting import label_of, name_fault
+from hp_core.training.accounting import by_name, label_of, name_fault
 from hp_core.training.evaluation import evaluating
 from hp_core.training.loss import IGNORE_INDEX, DeclaresReduction, LossContract
 from hp_core.training.loss_fit import EntryValues, misfit
@@ -81,10 +81,11 @@ class _Reading:
 
 @dataclass(frozen=True)
 class _Uses:
-    """Whether a loss looks at its labels, and whether the targets make a difference, not just where there are any."""
+    """Whether a loss looks at its labels, at which targets they are and not just where, and at its weights."""
 
-    labels: bool
-    targets: bool
+    labels: bool = True
+    targets: bool = True
+    weights: bool = True
 
 
 @dataclass
@@ -105,8 +106,7 @@ class _Trial:
 
     def examine(self, *, backward: bool, tells_targets_apart: bool) -> None:
         batch = self.rows.whole()
-        returned, outputs = self._call(batch)
-        entries: dict[str, Any] = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+        entries, outputs = self._call(batch)
         self._examine_shapes(entries)
         if self.errors:
             return
@@ -124,27 +124,26 @@ class _Trial:
         parts = {"all": whole, **{name: self._read(self.rows.region(name)) for name in _REGIONS}}
         # Half precision does not tell a loss of one target from that of another.
         tells_targets_apart = tells_targets_apart and all(_is_wide(dtypes[name]) for name in self.trained)
-        uses = self._examine_uses(whole, parts) if tells_targets_apart else _Uses(labels=True, targets=False)
-        is_by_rows = uses.labels and self._examine_reductions(parts, dtypes)
+        uses = self._examine_uses(whole, parts) if tells_targets_apart else _Uses(targets=False)
+        is_by_rows = uses.labels and self._examine_reductions(parts, dtypes, uses.weights)
         if uses.targets:
             self._examine_ends(is_by_rows)
         self._examine_ignored(whole)
 
     # Calls.
 
-    def _call(self, batch: Batch) -> tuple[Any, Any]:
+    def _call(self, batch: Batch) -> tuple[dict[str, Any], Any]:
         with restored(self.loss_fn, apart_from=self.model):
             seed_everything(0, 0)
             given = {name: value.clone() for name, value in batch.items()}
-            found = self.run(given)
+            returned, outputs = self.run(given)
         for name, value in batch.items():
             if not torch.equal(given[name], value):
                 self._wrong(f"{self.name} writes into {name!r}, which others read, too", "make a copy and change that")
-        return found
+        return by_name(returned), outputs
 
     def _read(self, batch: Batch) -> _Reading:
-        returned, outputs = self._call(batch)
-        entries = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+        entries, outputs = self._call(batch)
         if set(entries) != self.names:
             changed = ", ".join(map(repr, sorted(self.names ^ set(entries), key=str)))
             message = f"{self.name} returns the entries {changed} for some batches only"
@@ -243,8 +242,7 @@ class _Trial:
     def _examine_rows_without_targets(self, parameters: list[nn.Parameter]) -> None:
         """Whether the gradient is finite where some rows have no target, whose values the trainer leaves out."""
         batch = self.rows.region("first row")
-        returned, _ = self._call(batch)
-        entries: dict[str, Any] = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+        entries, _ = self._call(batch)
         for name in self.trained:
             value = entries.get(name)
             has_target = self.contract.is_target(batch[self._label(name)]).any(1)
@@ -267,25 +265,25 @@ class _Trial:
             if not changes(self.rows.with_other_targets(batch, name)):
                 message = f"{self.name} declares the column {name!r}, but other targets in it change nothing"
                 self._wrong(message, "use it in forward, or don't declare it")
-        for name in self.rows.number_names:
-            if not changes(self.rows.with_other_numbers(batch, name)):
+        unused = [name for name in self.rows.number_names if not changes(self.rows.with_other_numbers(batch, name))]
+        for name in unused:
+            if name == self.contract.weight_column:
+                message = f"{self.name} declares weight_column = {name!r}, but other weights change nothing"
+                self._wrong(message, "multiply each token's loss by it, or don't declare it")
+            else:
                 message = f"{self.name} declares the column {name!r}, but other numbers in it change nothing"
-                if name == self.contract.weight_column:
-                    message = f"{self.name} declares weight_column = {name!r}, but other weights change nothing"
-                hint = (
-                    "multiply each token's loss by it" if name == self.contract.weight_column else "use it in forward"
-                )
-                self._wrong(message, f"{hint}, or don't declare it")
+                self._wrong(message, "use it in forward, or don't declare it")
+        weights = self.contract.weight_column not in unused
         if changes(self.rows.with_other_targets(batch, "labels")):
-            return _Uses(labels=True, targets=True)
+            return _Uses(weights=weights)
         if any(_differs(part.total(self.trained), total) for part in parts.values()):
             self._warn(
                 f"{self.name} is {total:.5g} whatever the targets are; only which positions have one makes a difference"
             )
-            return _Uses(labels=True, targets=False)
+            return _Uses(targets=False, weights=weights)
         message = f"{self.name} ignores its labels: it is {total:.5g} with any targets, and with fewer of them"
         self._wrong(message, "compare model_output.logits[:, t] with labels[:, t]")
-        return _Uses(labels=False, targets=False)
+        return _Uses(labels=False, targets=False, weights=weights)
 
     def _examine_ends(self, is_by_rows: bool) -> None:
         """Whether labels belong to their own positions, the first and the last as well."""
@@ -314,7 +312,9 @@ class _Trial:
                 hint,
             )
 
-    def _examine_reductions(self, parts: Mapping[str, _Reading], dtypes: Mapping[str, torch.dtype]) -> bool:
+    def _examine_reductions(
+        self, parts: Mapping[str, _Reading], dtypes: Mapping[str, torch.dtype], uses_weights: bool
+    ) -> bool:
         """Whether each trained entry is made of the losses of single rows."""
         is_by_rows = True
         alone = self._read(self.rows.first_row_alone())
@@ -328,8 +328,8 @@ class _Trial:
                 alone_tolerance=_ALONE if is_wide and _is_wide(dtype) else _ALONE_HALF,
             )
             found = misfit(values, self.contract, self.rows)
-            if found is None or self._weights_are_unused:
-                continue
+            if found is None or not uses_weights:
+                continue  # weights that change nothing don't normalise anything either, and that has been told
             if name in self.contract.diagnostics:
                 what = found.found or "is not made of the values of its rows"
                 self._warn(f"{self._entry(name)} {what}, so what is logged depends on how a step is cut", found.hint)
@@ -339,11 +339,6 @@ class _Trial:
                 self._examine_unknown(name, found.measured)
                 is_by_rows = False
         return is_by_rows
-
-    @property
-    def _weights_are_unused(self) -> bool:
-        """Whether the weights were found to change nothing, which is why they don't normalise anything either."""
-        return any("other weights change nothing" in problem.message for problem in self.errors)
 
     def _examine_unknown(self, name: str, measured: str) -> None:
         """A reduction without a name: either ignored labels count, or the loss compares rows with each other."""

@@ -27,6 +27,7 @@ from hp_core.training.columns import column_arguments
 from hp_core.training.loss import LossContract, contract_of
 from hp_core.training.loss_check import Diagnosis, diagnose
 from hp_core.training.loss_rows import LENGTH, NUM_IDS, Batch
+from hp_core.training.startup import told_of_the_loss
 
 _DENSE_FAMILY, _EXPERTS_FAMILY = "llama", "qwen3_moe"
 # How configurations of transformers say that a model is a mixture of experts.
@@ -126,7 +127,8 @@ def try_loss(config: TrainerConfig, plugins: Plugins) -> Trial:
     if config.loss_fn is not None:
         config = config.model_copy(update={"loss_fn": stand_in.within(config.loss_fn)})
     with tiny_setup() as setup:
-        loss_fn = _built(config, plugins)
+        with told_of_the_loss("can't be built"):
+            loss_fn = as_module(plugins.hook.build_loss(config=config), "loss_fn")
         require_loss_call(loss_fn, contract_of(loss_fn).columns)
         require_without_parameters(loss_fn)
         try:
@@ -140,16 +142,6 @@ def try_loss(config: TrainerConfig, plugins: Plugins) -> Trial:
                 raise
             message = f"{type(loss_fn).__name__} raises on a tiny {stand_in.family}: {text}"
             raise InputError(Problem(message, path="loss_fn")) from error
-
-
-def _built(config: TrainerConfig, plugins: Plugins) -> nn.Module:
-    try:
-        return as_module(plugins.hook.build_loss(config=config), "loss_fn")
-    except HpError:
-        raise
-    except Exception as error:
-        message = f"can't be built: {describe(error)}"
-        raise InputError(Problem(message, path="loss_fn")) from error
 
 
 def diagnosed(loss_fn: nn.Module, stand_in: StandIn, plugins: Plugins, setup: DistributedSetup) -> Diagnosis:

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import nn
 
-from hp_core.errors import ArgumentError, InputError, Problem, RunError
+from hp_core.errors import RunError
 from hp_core.training.loss import IGNORE_INDEX
+from hp_plugins.losses.chunk_size import Chunks, ChunkSize, MemoryBudget
 from hp_plugins.losses.chunked import ChunkedHeadLoss
 from hp_plugins.losses.head import LossHead, measure_transform
 from hp_plugins.losses.in_head import HeadCall, answered
-from hp_plugins.losses.logits import LogitTransform
 from hp_plugins.losses.objective import Objective
 from hp_plugins.losses.router import RouterBalance, RouterZLoss
 from hp_plugins.losses.targets import IgnoreIndex, LabelSmoothing, Targets, TokenWeights, ZLoss
 from hp_plugins.losses.token_loss import TokenLoss
-
-MIB = 2**20
-DEFAULT_BUDGET_MIB = 512
-
-ChunkSize = Annotated[
-    Annotated[int, Field(ge=1)] | Literal["auto"],
-    Field(description="Tokens whose logits are held at a time; auto: as many as memory_budget_mib holds."),
-]
-MemoryBudget = Annotated[
-    Annotated[int, Field(ge=1)] | None,
-    Field(description=f"MiB for the buffers of a chunk where chunk_size is auto; {DEFAULT_BUDGET_MIB} if left out."),
-]
 
 
 class ChunkedCausalLMLoss(TokenLoss):
@@ -55,12 +42,8 @@ class ChunkedCausalLMLoss(TokenLoss):
         memory_budget_mib: MemoryBudget = None,
     ) -> None:
         super().__init__(ignore_index, token_weights, router_balance, router_z_loss)
-        if chunk_size != "auto" and memory_budget_mib is not None:
-            message = f"a budget chooses the chunk size, which is {chunk_size} already"
-            raise ArgumentError("memory_budget_mib", message, "leave it out, or set loss_fn.chunk_size=auto")
         self._objective = Objective(label_smoothing, z_loss)
-        self._chunk_size = chunk_size
-        self._budget_mib = memory_budget_mib or DEFAULT_BUDGET_MIB
+        self._chunks = Chunks(chunk_size, memory_budget_mib)
         self._bound: _Bound | None = None
         self._pending: HeadCall | None = None
 
@@ -73,10 +56,7 @@ class ChunkedCausalLMLoss(TokenLoss):
         super().bind_model(model, distributed_setup)
         head = LossHead.of(model)
         transform = measure_transform(model, head)
-        chunk_size = self._chunk_size
-        if chunk_size == "auto":
-            chunk_size = fitting_chunk(head.head.weight, transform, self._budget_mib)
-        loss = ChunkedHeadLoss(self._objective, transform, chunk_size)
+        loss = ChunkedHeadLoss(self._objective, transform, self._chunks.num_tokens(head.head.weight, transform))
         self._bound, self._pending = _Bound(head, loss), None
 
     def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
@@ -119,28 +99,3 @@ class _Bound:
 
     head: LossHead
     loss: ChunkedHeadLoss
-
-
-def fitting_chunk(weight: torch.Tensor, transform: LogitTransform, budget_mib: int, num_buffers: int = 1) -> int:
-    """How many tokens fit the budget with their logits, with a soft cap its slope, and off the CPU a copy for products.
-
-    Args:
-        weight: the head's, (classes, features).
-        transform: what the model does to the head's output.
-        budget_mib: MiB for the buffers of a chunk.
-        num_buffers: how many of the logits' size the objective needs, the logits themselves included.
-
-    Raises:
-        InputError: not even one token's do.
-    """
-    bytes_per_value = 8 if weight.dtype == torch.float64 else 4
-    bytes_per_value *= num_buffers + (transform.softcap is not None)
-    if weight.device.type != "cpu":
-        bytes_per_value += 2
-    row = bytes_per_value * len(weight)
-    if row > budget_mib * MIB:
-        needed = -(-row // MIB)
-        message = f"the logits of one token take {needed} MiB, more than the budget of {budget_mib}"
-        hint = f"set loss_fn.memory_budget_mib={needed}"
-        raise InputError(Problem(message, path="loss_fn.memory_budget_mib", hint=hint))
-    return budget_mib * MIB // row

@@ -12,10 +12,10 @@ from torch import nn
 
 from hp_core import Target
 from hp_core.config.nested import ComponentOf
-from hp_core.errors import ArgumentError, InputError, RunError
+from hp_core.errors import InputError, RunError
 from hp_core.training.loss import IGNORE_INDEX
+from hp_plugins.losses.chunk_size import Chunks, ChunkSize, MemoryBudget
 from hp_plugins.losses.chunked import ChunkedHeadLoss
-from hp_plugins.losses.chunked_causal_lm import DEFAULT_BUDGET_MIB, ChunkSize, MemoryBudget, fitting_chunk
 from hp_plugins.losses.divergence import Direction, Divergence
 from hp_plugins.losses.head import LossHead, measure_transform
 from hp_plugins.losses.in_head import HeadCall, answered
@@ -66,13 +66,9 @@ class DistillationLoss(TokenLoss):
         memory_budget_mib: MemoryBudget = None,
     ) -> None:
         super().__init__(ignore_index, token_weights, router_balance, router_z_loss)
-        if chunk_size != "auto" and memory_budget_mib is not None:
-            message = f"a budget chooses the chunk size, which is {chunk_size} already"
-            raise ArgumentError("memory_budget_mib", message, "leave it out, or set loss_fn.chunk_size=auto")
         self._teacher = teacher
         self._divergence = Divergence(direction, temperature, kl_weight)
-        self._chunk_size = chunk_size
-        self._budget_mib = memory_budget_mib or DEFAULT_BUDGET_MIB
+        self._chunks = Chunks(chunk_size, memory_budget_mib)
         self._bound: _Bound | None = None
         self._pending: HeadCall | None = None
 
@@ -86,9 +82,7 @@ class DistillationLoss(TokenLoss):
         super().bind_model(model, distributed_setup)
         head = LossHead.of(model)
         transform = measure_transform(model, head)
-        chunk_size = self._chunk_size
-        if chunk_size == "auto":
-            chunk_size = fitting_chunk(head.head.weight, transform, self._budget_mib, _NUM_BUFFERS)
+        chunk_size = self._chunks.num_tokens(head.head.weight, transform, _NUM_BUFFERS)
         teacher = Teacher.build(self._teacher, distributed_setup)
         if teacher.num_classes != head.head.out_features:
             message = f"has a vocabulary of {teacher.num_classes}, the model one of {head.head.out_features}"

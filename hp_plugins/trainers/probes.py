@@ -15,6 +15,7 @@ from hp_core.data.protocols import RowDataset
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.agreement import gathered
 from hp_core.parallel.setup import DistributedSetup
+from hp_core.training.accounting import by_name
 from hp_core.training.evaluation import evaluating
 from hp_core.training.loss import IGNORE_INDEX, LossContract
 from hp_core.training.loss_check import Run, diagnose
@@ -93,8 +94,7 @@ def check_loss_isolation(
         with restored(loss_fn, apart_from=model):
             seed_everything(0, 0)
             returned, _ = run({name: one.clone() for name, one in batch.items()})
-        entries = returned if isinstance(returned, Mapping) else {"loss": returned}
-        return sum(float(one.sum()) for name, one in entries.items() if name not in contract.diagnostics)
+        return sum(float(one.sum()) for name, one in by_name(returned).items() if name not in contract.diagnostics)
 
     with evaluating(model, loss_fn):
         leak, attention = (

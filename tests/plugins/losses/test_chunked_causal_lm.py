@@ -14,7 +14,8 @@ from torch.nn.utils import parametrizations
 from hp_core.errors import ArgumentError, InputError, RunError
 from hp_core.training.evaluation import evaluating
 from hp_plugins.losses.causal_lm import CausalLMLoss
-from hp_plugins.losses.chunked_causal_lm import ChunkedCausalLMLoss, fitting_chunk
+from hp_plugins.losses.chunk_size import fitting_chunk
+from hp_plugins.losses.chunked_causal_lm import ChunkedCausalLMLoss
 from hp_plugins.losses.head import LossHead
 from hp_plugins.losses.logits import LogitTransform
 from tests.plugins.losses.plain import Options, TinyLM, a_batch, assert_same, gradients, run_loss
