@@ -29,7 +29,7 @@ def shard_model(model: nn.Module, setup: DistributedSetup) -> None:
     for unit in [*units, model]:
         fully_shard(
             unit,
-            mesh=setup.mesh,
+            mesh=setup.fsdp_mesh,
             reshard_after_forward=setup.fsdp.reshard_after_forward and unit is not model,
             mp_policy=policy or MixedPrecisionPolicy(),
         )

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hp_core.config.models import FsdpConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.environment import ProcessEnvironment
-from hp_core.parallel.sizes import check_sizes, data_sizes
+from hp_core.parallel.sizes import ParallelSizes, parallel_sizes
 
 if TYPE_CHECKING:
     from hp_core.model.replacement.replacer import ModuleReplacer
@@ -29,14 +29,17 @@ class DistributedSetup:
     It also carries what a model builder needs to finish a model: `fsdp`, `precision`, the `seed` of the weights and
     the `replacer` of modules.
 
-    `mesh` has the axes `dp_replicate` and `dp_shard`. `host_group` reduces numbers that live on the host (token
-    counts, metrics) without waiting for the accelerator; it spans all ranks.
+    `mesh` has an axis for each of `sizes.dense`. `fsdp_mesh` has the two axes that parameters are sharded over,
+    `dp_replicate` and `fsdp`, the latter being `dp_shard` and `cp` together. `host_group` reduces numbers that live on
+    the host (token counts, metrics) without waiting for the accelerator; it spans all ranks.
     """
 
     environment: ProcessEnvironment
     device: torch.device
     backend: str
+    sizes: ParallelSizes
     mesh: DeviceMesh
+    fsdp_mesh: DeviceMesh
     host_group: dist.ProcessGroup
     fsdp: FsdpConfig
     precision: MixedPrecisionConfig
@@ -54,14 +57,28 @@ class DistributedSetup:
         return self.environment.world_size
 
     @property
-    def dp_rank(self) -> int:
-        """This process's rank among the data ranks."""
-        return self.environment.rank
+    def dp_size(self) -> int:
+        """The number of data ranks: those that see different rows."""
+        return self.sizes.dp
 
     @property
-    def dp_size(self) -> int:
-        """The number of data ranks: processes that see different rows."""
-        return self.environment.world_size
+    def dp_rank(self) -> int:
+        """This process's rank among the data ranks."""
+        return self.axis_rank("dp_replicate") * self.sizes.dp_shard + self.axis_rank("dp_shard")
+
+    @property
+    def token_rank(self) -> int:
+        """This process's rank among those that see different tokens: data and context ranks."""
+        return self.dp_rank * self.sizes.cp + self.axis_rank("cp")
+
+    def axis_rank(self, axis: str) -> int:
+        """This process's rank along one axis of the dense mesh, read off its rank in the world."""
+        rank = self.rank
+        for name, size in reversed(self.sizes.dense.items()):
+            if name == axis:
+                return rank % size
+            rank //= size
+        raise KeyError(axis)
 
     def sum_on_host(self, values: list[int]) -> list[int]:
         """Sum integers over all ranks exactly (int64), without touching the accelerator."""
@@ -102,9 +119,8 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
     Raises:
         InputError: the sizes don't make the world, or the device or backend isn't there.
     """
-    check_sizes(config, environment.world_size)
+    sizes = parallel_sizes(config, environment.world_size)
     training = config.training
-    replicate, shard = data_sizes(config.fsdp_config, environment.world_size)
     device = _device(environment, training)
     backend = _backend(device, training)
     limit = timedelta(seconds=config.launch.timeout)
@@ -119,14 +135,17 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
         device_id=device if backend == "nccl" else None,
     )
     try:
-        mesh = init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+        mesh = init_device_mesh(device.type, tuple(sizes.dense.values()), mesh_dim_names=tuple(sizes.dense))
+        mesh["dp_shard", "cp"]._flatten("fsdp")
         host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
         assert host_group is not None
         yield DistributedSetup(
             environment=environment,
             device=device,
             backend=backend,
+            sizes=sizes,
             mesh=mesh,
+            fsdp_mesh=mesh["dp_replicate", "fsdp"],
             host_group=host_group,
             fsdp=config.fsdp_config,
             precision=config.mixed_precision,

@@ -84,9 +84,9 @@ class BaseTrainer:
     # Stages, in build order.
 
     def _setup(self) -> None:
-        """Take the processes and meshes of the run, and seed: dropout differs between data ranks."""
+        """Take the processes and meshes of the run, and seed: dropout differs by token rank."""
         self.setup = self.run.setup
-        seed_everything(self.config.training.seed, self.setup.dp_rank)
+        seed_everything(self.config.training.seed, self.setup.token_rank)
         checkpoint = self.run.directory.checkpoint
         if checkpoint is not None:
             self.run.state = RunState.from_dict(checkpoint.trainer_state()["state"])
