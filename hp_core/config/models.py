@@ -98,6 +98,11 @@ class AcceleratorConfig(Section):
 
     tp_size: int = Field(1, ge=1, description="Ranks that share each matrix (tensor parallelism).")
     cp_size: int = Field(1, ge=1, description="Ranks that share each sequence (context parallelism).")
+    cp_layout: Literal["head_tail", "contiguous"] = Field(
+        "head_tail",
+        description="What a rank holds of a sequence: a chunk from the front and its counterpart from the end, so that "
+        "all have the same work, or one piece.",
+    )
     ep_size: int = Field(1, ge=1, description="Ranks that share the experts of a mixture (expert parallelism).")
     pp_size: int = Field(1, ge=1, description="Ranks that share the layers (pipeline parallelism).")
 

@@ -14,6 +14,7 @@ from hp_core.model.initialize import initialize_weights
 from hp_core.model.load import load_weights, weight_files
 from hp_core.model.replacement.layout import original_layout
 from hp_core.model.replacement.replacer import replace_modules
+from hp_core.parallel.context.attention import use_context_attention
 from hp_core.parallel.fsdp import DTYPES, shard_model
 from hp_core.parallel.setup import DistributedSetup
 
@@ -63,6 +64,8 @@ def finish_model(
     """
     setup = distributed_setup
     replaced = replace_modules(model, setup)
+    if setup.sizes.cp > 1:
+        use_context_attention(model)
     shard_model(model, setup)
     if files is None:
         model.to_empty(device=setup.device)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_core.config.models import FsdpConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
+from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.sizes import ParallelSizes, parallel_sizes
@@ -29,9 +29,10 @@ class DistributedSetup:
     It also carries what a model builder needs to finish a model: `fsdp`, `precision`, the `seed` of the weights and
     the `replacer` of modules.
 
-    `mesh` has an axis for each of `sizes.dense`. `fsdp_mesh` has the two axes that parameters are sharded over,
-    `dp_replicate` and `fsdp`, the latter being `dp_shard` and `cp` together. `host_group` reduces numbers that live on
-    the host (token counts, metrics) without waiting for the accelerator; it spans all ranks.
+    `mesh` has the axes `pp`, `dp_replicate`, `fsdp` and `tp`; `fsdp`, over which parameters are sharded, is `dp_shard`
+    and `cp` together. `fsdp_mesh` has the two in the middle, and `cp_mesh` the ranks that share a sequence.
+    `host_group` reduces numbers that live on the host (token counts, metrics) without waiting for the accelerator; it
+    spans all ranks.
     """
 
     environment: ProcessEnvironment
@@ -40,7 +41,9 @@ class DistributedSetup:
     sizes: ParallelSizes
     mesh: DeviceMesh
     fsdp_mesh: DeviceMesh
+    cp_mesh: DeviceMesh
     host_group: dist.ProcessGroup
+    accelerator: AcceleratorConfig
     fsdp: FsdpConfig
     precision: MixedPrecisionConfig
     seed: int
@@ -135,8 +138,9 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
         device_id=device if backend == "nccl" else None,
     )
     try:
-        mesh = init_device_mesh(device.type, tuple(sizes.dense.values()), mesh_dim_names=tuple(sizes.dense))
-        mesh["dp_shard", "cp"]._flatten("fsdp")
+        axes = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "fsdp": sizes.dp_shard * sizes.cp, "tp": sizes.tp}
+        mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        shared = mesh["fsdp"]._unflatten(0, (sizes.dp_shard, sizes.cp), ("dp_shard", "cp"))
         host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
         assert host_group is not None
         yield DistributedSetup(
@@ -146,7 +150,9 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
             sizes=sizes,
             mesh=mesh,
             fsdp_mesh=mesh["dp_replicate", "fsdp"],
+            cp_mesh=shared["cp"],
             host_group=host_group,
+            accelerator=config.accelerator,
             fsdp=config.fsdp_config,
             precision=config.mixed_precision,
             seed=training.seed,

@@ -15,6 +15,8 @@ from hp_core.config import TrainerConfig
 from hp_core.data.order import GlobalOrder, StepBatches, evaluation_batches
 from hp_core.data.protocols import Datasets, MeshContext, RowDataset
 from hp_core.errors import RunError
+from hp_core.parallel.context.attention import require_context_attention
+from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.fsdp import require_sharded
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepLoss, count_step, on_device
@@ -103,6 +105,7 @@ class BaseTrainer:
         )
         self.model = as_module(built, "model")
         require_sharded(self.model, self.setup)
+        require_context_attention(self.model, self.setup)
         if self.setup.replacer is not None:
             self.setup.replacer.require_applied()
             self.run.record(replaced_modules=self.setup.replacer.summaries)
@@ -286,7 +289,10 @@ class BaseTrainer:
         return Passes(self.model, self.loss_fn, self._outputs_of, self.postforward)
 
     def _micro_batch(self, iterator: Iterator[Any]) -> MicroBatch:
-        return MicroBatch.of(*self.get_batch(iterator), self.contract)
+        inputs = self.get_batch(iterator)
+        if self.setup.sizes.cp > 1:
+            inputs = own_part(*inputs, self.setup)
+        return MicroBatch.of(*inputs, self.contract)
 
     def _outputs_of(self, micro_batch: MicroBatch) -> tuple[Any, dict[str, Any]]:
         model_inputs, loss_inputs = self.preforward(micro_batch)
