@@ -31,6 +31,8 @@ class DistributedSetup:
 
     `mesh` has the axes `pp`, `dp_replicate`, `fsdp` and `tp`; `fsdp`, over which parameters are sharded, is `dp_shard`
     and `cp` together. `fsdp_mesh` has the two in the middle, and `cp_mesh` the ranks that share a sequence.
+    `expert_mesh`, where experts are spread, takes the ranks of `fsdp` apart: along `ep` they hold other experts, along
+    `efsdp` shards of the same; its first axis is `dp_replicate`.
     `host_group` reduces numbers that live on the host (token counts, metrics) without waiting for the accelerator; it
     spans all ranks.
     """
@@ -48,6 +50,7 @@ class DistributedSetup:
     precision: MixedPrecisionConfig
     seed: int
     replacer: ModuleReplacer | None = None
+    expert_mesh: DeviceMesh | None = None
 
     @property
     def rank(self) -> int:
@@ -83,28 +86,39 @@ class DistributedSetup:
             rank //= size
         raise KeyError(axis)
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank speaks for its tokens: of the tensor ranks, which all have the same, the first does."""
+        return self.axis_rank("tp") == 0
+
     def sum_on_host(self, values: list[int]) -> list[int]:
-        """Sum integers over all ranks exactly (int64), without touching the accelerator."""
+        """Sum integers exactly (int64) over the ranks that count tokens, without touching the accelerator."""
         if self.world_size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64) * self.counts_tokens
         dist.all_reduce(tensor, group=self.host_group)
         return [int(value) for value in tensor.tolist()]
 
     def gather_on_host(self, values: list[float]) -> list[list[float]]:
-        """All ranks' rows of `values` (same length everywhere), by rank, in one collective."""
+        """The rows of `values` (same length everywhere) of the ranks that count tokens, by rank, in one collective."""
         if self.world_size == 1:
             return [list(values)]
         row = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
         dist.all_gather(rows, row, group=self.host_group)
-        return [[float(value) for value in row.tolist()] for row in rows]
+        # The tensor axis varies fastest.
+        return [[float(value) for value in row.tolist()] for row in rows[:: self.sizes.tp]]
 
     def sum_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum tensors of one dtype over all ranks, in one collective on the device. All ranks give the same shapes."""
+        """Sum tensors of one dtype over the ranks that count tokens, in one collective on the device.
+
+        All ranks give the same shapes.
+        """
         if self.world_size == 1 or not tensors:
             return list(tensors)
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        if not self.counts_tokens:
+            flat = torch.zeros_like(flat)
         dist.all_reduce(flat)
         sizes = [tensor.numel() for tensor in tensors]
         return [part.reshape(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors, strict=True)]
@@ -156,10 +170,18 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
             fsdp=config.fsdp_config,
             precision=config.mixed_precision,
             seed=training.seed,
+            expert_mesh=_expert_mesh(mesh, sizes),
         )
     finally:
         # Never a collective here: when one rank fails, the others would wait for it.
         dist.destroy_process_group()
+
+
+def _expert_mesh(mesh: DeviceMesh, sizes: ParallelSizes) -> DeviceMesh | None:
+    if sizes.ep == 1:
+        return None
+    num_shards = sizes.dp_shard * sizes.cp // sizes.ep
+    return mesh["dp_replicate", "fsdp"]._unflatten(1, (num_shards, sizes.ep), ("efsdp", "ep"))
 
 
 def _device(environment: ProcessEnvironment, training: TrainingConfig) -> torch.device:

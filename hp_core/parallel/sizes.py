@@ -8,9 +8,10 @@ from math import prod
 
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, TrainerConfig
 from hp_core.errors import InputError, Problem
+from hp_core.parallel.expert.count import indivisible, known_num_experts
 
 # Techniques that this version has no implementation of.
-_LATER = ("tp_size", "ep_size", "pp_size")
+_LATER = ("pp_size",)
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,17 @@ def parallel_sizes(config: TrainerConfig, world_size: int) -> ParallelSizes:
 
 
 def check_sizes(config: TrainerConfig, world_size: int) -> None:
-    """Refuse sizes that don't fit `world_size` ranks, all of them at once.
+    """Refuse sizes that don't fit `world_size` ranks or the recipe's model, all of them at once.
 
     Raises:
         InputError: with what would work, for each.
     """
-    parallel_sizes(config, world_size)
+    problems = list(_problems(config, world_size))
+    num_experts, ep_size = known_num_experts(config.model), config.accelerator.ep_size
+    if num_experts is not None and (problem := indivisible(num_experts, ep_size)):
+        problems.append(problem)
+    if problems:
+        raise InputError(problems)
 
 
 def _problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
@@ -91,6 +97,7 @@ def _problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
     except InputError as error:
         yield from error.problems
         return
+    yield from _expert_problems(config, num_data_ranks)
     training = config.training
     share = num_data_ranks * training.micro_batch_size
     if training.global_batch_size % share:
@@ -103,6 +110,24 @@ def _problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
             path="training.global_batch_size",
             hint=f"use a multiple of {share}: {works}",
         )
+
+
+def _expert_problems(config: TrainerConfig, num_data_ranks: int) -> Iterator[Problem]:
+    accelerator = config.accelerator
+    ep_size, path = accelerator.ep_size, "accelerator.ep_size"
+    if ep_size == 1:
+        return
+    if accelerator.tp_size > 1:
+        message = "expert and tensor parallelism are not implemented together in this version"
+        yield Problem(message, path=path, hint="remove 'ep_size' or 'tp_size'")
+        return
+    _, shard = data_sizes(config.fsdp_config, num_data_ranks)
+    ranks = shard * accelerator.cp_size
+    if ranks % ep_size:
+        works = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        holders = f"dp_shard_size {shard} x cp_size {accelerator.cp_size}"
+        message = f"{ep_size} does not divide {holders}, the ranks that experts can be spread over"
+        yield Problem(message, path=path, hint=f"ep_size that would: {works}")
 
 
 def _num_data_ranks(config: AcceleratorConfig, world_size: int) -> int:
