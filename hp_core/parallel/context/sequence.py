@@ -74,6 +74,19 @@ def slices_of(length: int, num_ranks: int, *, balanced: bool) -> list[torch.Tens
 def own_part(
     model_inputs: Mapping[str, Any], loss_inputs: Mapping[str, Any], setup: DistributedSetup
 ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A batch with this rank's part of every sequence; see `cut`."""
+    group, rank = setup.cp_mesh.get_group(), setup.axis_rank("cp")
+    return cut(model_inputs, loss_inputs, rank=rank, group=group, balanced=setup.accelerator.cp_layout == "head_tail")
+
+
+def cut(
+    model_inputs: Mapping[str, Any],
+    loss_inputs: Mapping[str, Any],
+    *,
+    rank: int,
+    group: dist.ProcessGroup,
+    balanced: bool,
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """A batch with the rank's part of every sequence; what has not the shape of the labels stays as it is.
 
     The sequences are padded where their length doesn't divide. Labels are shifted already, so no target is lost where
@@ -82,10 +95,10 @@ def own_part(
     Args:
         model_inputs: with `position_ids` (rows, tokens) that restart with each document.
         loss_inputs: with `labels` (rows, tokens).
-        setup: this rank's place among those that share the sequences, and how they do.
+        rank: this rank's place in the group.
+        group: the ranks that share the sequences.
+        balanced: see `slices_of`.
     """
-    group, rank = setup.cp_mesh.get_group(), setup.axis_rank("cp")
-    balanced = setup.accelerator.cp_layout == "head_tail"
     shape = loss_inputs["labels"].shape
     num_ranks = group.size()
     unit = num_ranks * (2 if balanced else 1)
