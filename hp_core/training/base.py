@@ -19,6 +19,7 @@ from hp_core.parallel.context.attention import require_context_attention
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.fsdp import require_sharded
 from hp_core.parallel.setup import DistributedSetup
+from hp_core.parallel.tensor.apply import require_shared
 from hp_core.training.accounting import MicroBatch, StepLoss, count_step, on_device
 from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer, require_each_once, require_savable
 from hp_core.training.columns import column_arguments
@@ -106,6 +107,7 @@ class BaseTrainer:
         self.model = as_module(built, "model")
         require_sharded(self.model, self.setup)
         require_context_attention(self.model, self.setup)
+        require_shared(self.model, self.setup)
         if self.setup.replacer is not None:
             self.setup.replacer.require_applied()
             self.run.record(replaced_modules=self.setup.replacer.summaries)
