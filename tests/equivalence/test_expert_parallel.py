@@ -88,9 +88,7 @@ def test_experts_that_are_computed_one_by_one(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize(
-    "layout", [TWO, SHARED, FOUR, Layout(4, {"ep_size": 4}, checkpointing=True)], ids=str
-)
+@pytest.mark.parametrize("layout", [TWO, SHARED, FOUR, Layout(4, {"ep_size": 4}, checkpointing=True)], ids=str)
 def test_ranks_whose_experts_get_no_token_take_part(layout: Layout, eager: bool) -> None:
     case = Case("qwen3_moe", loss=OneForAll, arguments={"eager": eager})
     found, wanted = found_on(case, layout), found_on(case, Layout())
