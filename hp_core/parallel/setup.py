@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -143,6 +144,8 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
     limit = timedelta(seconds=config.launch.timeout)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # A parameter that two axes share along one dimension is gathered in two steps; every rank would warn of it.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     dist.init_process_group(
         backend,
         store=_store(environment, limit),

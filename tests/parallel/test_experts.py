@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -15,12 +16,14 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 from hp_core.config import load_recipe
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig
 from hp_core.errors import InputError
+from hp_core.model.build import finish_model
 from hp_core.model.export import export_model
+from hp_core.model.load import weight_files
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.fsdp import shard_model
 from hp_core.parallel.sizes import check_sizes
 from hp_core.testing.checks import whole
-from hp_core.testing.models import LLAMA, tiny_config, tiny_model
+from hp_core.testing.models import LLAMA, tiny_config, tiny_model, tiny_skeleton
 from hp_core.testing.ranks import run_ranks
 from hp_core.testing.setups import tiny_setup
 from hp_core.training.gradients import clip, norm_and_count
@@ -111,6 +114,28 @@ def test_each_rank_reads_its_own_experts_and_no_others(tmp_path: Path, name: str
         for found, read, held in run_ranks(weights, ranks, name, ep_size, replicate, directory, None):
             assert_equal(found, wanted)
             assert read == held == all_experts // (ranks // replicate)
+
+
+def vision_weights(environment: ProcessEnvironment, directory: str, ep_size: int) -> Tensors:
+    with a_setup(environment, ep_size) as setup:
+        with torch.device("meta"):
+            model = tiny_skeleton("qwen3_vl_moe")
+        finish_model(model, setup, weight_files(directory, None))
+        return {fqn: whole(value) for fqn, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_that_lie_transposed_on_disk_are_read_by_shards(tmp_path: Path, transposed: bool) -> None:
+    """Qwen3-VL-MoE: its authors' files hold (experts, in, out), those that transformers writes (experts, out, in)."""
+    model = tiny_model("qwen3_vl_moe")
+    wanted = model.state_dict()
+    written = {
+        name: value.transpose(1, 2).contiguous() if transposed and ".experts." in name else value
+        for name, value in wanted.items()
+    }
+    save_file(written, str(tmp_path / "model.safetensors"))
+    for ranks, ep_size in ((1, 1), (2, 1), (4, 2)):
+        assert_equal(run_ranks(vision_weights, ranks, str(tmp_path), ep_size)[-1], wanted)
 
 
 @pytest.mark.parametrize(
