@@ -13,7 +13,7 @@ MUON = ["--optimizer={name: muon, lr: 0.02, adamw_lr: 1e-2}", "--training.train_
 
 @pytest.mark.parametrize(("settings", "tolerance"), [(ADAMW, 1e-5), (MUON, 5e-5)], ids=["adamw", "muon"])
 def test_weights_after_some_steps_agree(tmp_path, settings, tolerance):
-    """Muon's iteration runs in bf16: gradients that differ in the last fp32 bit soon round apart there, on any ranks."""
+    """Muon's iteration runs in bf16: gradients that differ in the last fp32 bit soon round apart, on any ranks."""
     path = recipe(tmp_path, "qwen3")
     alone = train(path, *settings, out=tmp_path / "alone")
     for nproc in (2, 4):

@@ -114,6 +114,15 @@ def test_what_sees_all_heads_at_once_stays_whole_and_says_so():
     assert next(one for one in plan.boundaries if one.fqn == "model.layers.1.self_attn").kind == "attention"
 
 
+def test_an_attention_with_fused_projections_stays_whole_and_says_so():
+    model = skeleton()
+    attention = model.model.layers[0].self_attn
+    attention.qkv_proj = attention.q_proj
+    del attention.q_proj, attention.k_proj, attention.v_proj
+    boundary = next(one for one in derive_plan(model, 2).boundaries if one.fqn == "model.layers.0.self_attn")
+    assert (boundary.kind, boundary.note) == ("replicated", "its projections are fused, or not linear")
+
+
 def test_explain_prints_layers_that_are_planned_alike_once():
     plan = derive_plan(skeleton("qwen3"), 2)
     text = plan.explain()

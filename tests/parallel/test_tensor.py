@@ -12,6 +12,7 @@ from hp_core.config.models import AcceleratorConfig
 from hp_core.errors import InputError
 from hp_core.model.export import export_model
 from hp_core.parallel.tensor.apply import require_shared
+from hp_core.parallel.tensor.region import SharedForward
 from hp_core.testing.ranks import run_ranks
 from tests.model.test_build import CountingFile, digests
 from tests.model.tiny import FAMILIES, LLAMA, a_setup, build
@@ -123,6 +124,32 @@ def test_a_model_that_nobody_shared_is_refused():
         assert re.search("no layer of Linear is shared among the tensor ranks; a model builder finishes", found)
     with a_setup() as setup:
         require_shared(torch.nn.Linear(2, 2), setup)
+
+
+class Dropping(torch.nn.Module):
+    """Shows the random numbers that an attention would drop its weights by."""
+
+    attention_dropout = 0.5
+
+    def forward(self, hidden_states):
+        return torch.rand(3)
+
+
+def drops_on_ranks(environment):
+    with a_setup(environment, accelerator=TP2) as setup:
+        torch.manual_seed(setup.token_rank)
+        module = Dropping()
+        module.forward = SharedForward(module, [], setup.mesh["tp"].get_group())
+        hidden = torch.zeros(1)
+        trained = [module(hidden).tolist() for _ in range(2)]
+        return trained, torch.rand(3).tolist(), module.eval()(hidden).tolist()
+
+
+def test_heads_drop_by_their_own_numbers_and_everything_else_by_common_ones():
+    first, second = run_ranks(drops_on_ranks, 2)
+    numbers = [*first[0], *second[0]]
+    assert len({tuple(one) for one in numbers}) == 4
+    assert first[1:] == second[1:]
 
 
 def counts_on_ranks(environment):

@@ -31,13 +31,13 @@ class _Region:
 
     fqn: str
     module: nn.Module
-    roles: Roles
+    roles: Roles | None = None
     heads: tuple[int, int] | None = None
     note: str = ""
 
     @property
     def sizes(self) -> SharedSizes:
-        if self.note:
+        if self.roles is None or self.note:
             return SharedSizes()
         if self.heads is not None:
             return SharedSizes(heads=frozenset({self.heads}))
@@ -74,9 +74,9 @@ def derive_plan(model: PreTrainedModel, tp_size: int) -> ShardingPlan:
         if module in inside:
             continue
         region = by_name.get(fqn)
-        if region is not None and not region.note:
+        if region is not None and region.roles is not None and not region.note:
             inside.update(module.modules())
-            boundaries.append(_shared(region, tp_size, seen))
+            boundaries.append(_shared(region, region.roles, tp_size, seen))
             continue
         note = region.note if region is not None else ""
         parameters = tuple(ParameterPlan(name, tuple(one.shape)) for name, one in seen.first(module, recurse=False))
@@ -89,8 +89,11 @@ def _regions(model: PreTrainedModel) -> Iterator[_Region]:
     tp_plan = model.tp_plan
     for fqn, module in model.named_modules():
         roles = roles_of(fqn, module, tp_plan)
+        is_attention = isinstance(module, (GroupedAttention, LatentAttention))
         if roles is not None:
             yield _region(fqn, module, roles)
+        elif is_attention:
+            yield _Region(fqn, module, note="its projections are fused, or not linear")
 
 
 def _region(fqn: str, module: nn.Module, roles: Roles) -> _Region:
@@ -124,48 +127,45 @@ def _refuse_misfits(model: PreTrainedModel, regions: list[_Region], tp_size: int
     if problems := sizes.problems(tp_size):
         raise InputError(problems)
     if all(one.note for one in regions):
-        notes = {f"{one.fqn}: {one.note}" for one in regions}
-        reason = f" ({min(notes)})" if notes else ": its projections are fused, or no linear layers that are known"
-        message = f"{type(model).__name__} has no attention or MLP that ranks can share{reason}"
+        why = f"{regions[0].fqn}: {regions[0].note}" if regions else "its projections are fused, or not linear"
+        message = f"{type(model).__name__} has no attention or MLP that ranks can share: {why}"
         raise InputError(Problem(message, path=PATH, hint="remove 'tp_size'"))
 
 
-def _shared(region: _Region, tp_size: int, seen: _Seen) -> Boundary:
-    roles = region.roles
-    one_weight = roles.row_linear.weight
+def _shared(region: _Region, roles: Roles, tp_size: int, seen: _Seen) -> Boundary:
+    itemsize = roles.row_linear.weight.itemsize
+    kv_heads = tp_size if region.heads is None else region.heads[1]
     parameters = tuple(
-        _placed(region, name, parameter, tp_size) for name, parameter in seen.first(region.module, recurse=True)
+        _placed(roles, name, parameter, tp_size, kv_heads)
+        for name, parameter in seen.first(region.module, recurse=True)
     )
-    kv_groups = None
-    if region.heads is not None and region.heads[1] < tp_size:
-        kv_groups = region.heads[0] // tp_size
+    kv_groups = region.heads[0] // tp_size if region.heads is not None and kv_heads < tp_size else None
     return Boundary(
         region.fqn,
         "mlp" if region.heads is None else "attention",
         type(region.module).__name__,
         parameters,
-        Collective("all_reduce", "backward", _input_features(region), one_weight.itemsize),
-        Collective("all_reduce", "forward", roles.row_linear.out_features, one_weight.itemsize),
+        Collective("all_reduce", "backward", _input_features(region.module, roles), itemsize),
+        Collective("all_reduce", "forward", roles.row_linear.out_features, itemsize),
         roles.row,
         kv_groups,
     )
 
 
-def _placed(region: _Region, name: str, parameter: nn.Parameter, tp_size: int) -> ParameterPlan:
+def _placed(roles: Roles, name: str, parameter: nn.Parameter, tp_size: int, kv_heads: int) -> ParameterPlan:
     child, _, leaf = name.partition(".")
     shape = tuple(parameter.shape)
-    if child == region.roles.row:
+    if child == roles.row:
         # The bias is added once, after the sum.
         return ParameterPlan(name, shape, shard_dim=1 if leaf == "weight" else None)
-    if child not in region.roles.columns:
+    if child not in roles.columns:
         return ParameterPlan(name, shape, partial=True)
-    kv_heads = region.heads[1] if region.heads is not None and child in KV_PROJECTIONS else tp_size
-    if kv_heads < tp_size:
+    if child in KV_PROJECTIONS and kv_heads < tp_size:
         return ParameterPlan(name, shape, partial=True, num_slices=kv_heads)
     return ParameterPlan(name, shape, shard_dim=0)
 
 
-def _input_features(region: _Region) -> int:
+def _input_features(module: nn.Module, roles: Roles) -> int:
     """What a token brings into a region: of latent attention, too, the widest of what its projections take."""
-    linears = {name: one for name, one in region.module.named_children() if isinstance(one, nn.Linear)}
-    return max(one.in_features for name, one in linears.items() if name != region.roles.row)
+    linears = {name: one for name, one in module.named_children() if isinstance(one, nn.Linear)}
+    return max(one.in_features for name, one in linears.items() if name != roles.row)

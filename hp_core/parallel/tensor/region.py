@@ -7,9 +7,9 @@ works on plain local tensors, and nothing of it is dispatched through DTensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -46,10 +46,19 @@ class Part:
         return whole[start : start + length]
 
 
+@runtime_checkable
+class DropsAttention(Protocol):
+    """An attention of transformers, which drops its weights with this probability while it trains."""
+
+    attention_dropout: float
+    training: bool
+
+
 class SharedForward:
     """Takes the place of a region's forward: the gradients of its inputs are summed over the ranks."""
 
     def __init__(self, module: nn.Module, parts: Sequence[Part], group: dist.ProcessGroup) -> None:
+        self._module = module
         self._forward: Callable[..., Any] = module.forward
         self._parts = tuple(parts)
         self._group = group
@@ -60,8 +69,13 @@ class SharedForward:
         named = {name: self._copied(value) for name, value in kwargs.items()}
         own = {(part.owner, part.name): part for part in self._parts}
         replaced = {place: part.local(_parameter(*place)) for place, part in own.items()}
-        with _in_place(replaced):
+        with _in_place(replaced), self._random_numbers():
             return self._forward(*values, **named)
+
+    def _random_numbers(self) -> AbstractContextManager[None]:
+        module = self._module
+        drops = isinstance(module, DropsAttention) and module.training and module.attention_dropout > 0
+        return own_random_numbers(self._group.rank()) if drops else nullcontext()
 
     def _copied(self, value: Any) -> Any:
         is_learnt = isinstance(value, torch.Tensor) and value.requires_grad
@@ -84,6 +98,19 @@ class RowForward:
         with _in_place({(self._linear, "bias"): None}):
             projected = self._forward(features)
         return sum_over_ranks(projected, self._group) + bias
+
+
+@contextmanager
+def own_random_numbers(tp_rank: int) -> Iterator[None]:
+    """Other random numbers on each tensor rank, whose heads are others; afterwards all go on alike.
+
+    Outside a region tensor ranks must drop the same, so they share one stream.
+    """
+    seed = int(torch.randint(2**62, ()))
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed + tp_rank)
+        yield
 
 
 def _parameter(owner: nn.Module, name: str) -> torch.Tensor:
