@@ -6,8 +6,18 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hp_core.config.models import AcceleratorConfig
+from hp_core.parallel.environment import ProcessEnvironment
+from hp_core.parallel.fsdp import shard_model
+from hp_core.testing.loss_steps import engine_step, micro_batches
+from hp_core.testing.models import LLAMA, take_rows, tiny_batch, tiny_model
+from hp_core.testing.ranks import run_ranks
+from hp_core.testing.setups import tiny_setup
+from hp_core.training.loss import contract_of
 from hp_plugins.losses.causal_lm import CausalLMLoss
 from hp_plugins.losses.router_probe import find_routers
 from tests.equivalence.layouts import Case, Found, Layout, assert_same, found_on
@@ -102,6 +112,39 @@ def test_ranks_whose_experts_get_no_token_take_part(layout: Layout, eager: bool)
 def test_ranks_without_targets_add_nothing(layout: Layout) -> None:
     case = Case("qwen3_moe", silent=(0, 1))
     assert_same(found_on(case, layout), found_on(case, Layout()))
+
+
+def a_model(family: str) -> PreTrainedModel:
+    """A model that no recipe's `causal_lm` builds on shared sequences: one that sees, one with biases and sinks."""
+    if family != "gpt_oss":
+        return tiny_model(family)
+    values = {"num_local_experts": 4, "num_experts_per_tok": 2, **LLAMA, "model_type": family}
+    config = AutoConfig.for_model(layer_types=["sliding_attention", "full_attention"], pad_token_id=0, **values)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model.train()
+
+
+def step_of(environment: ProcessEnvironment, family: str, ep_size: int) -> Found:
+    with tiny_setup(environment, accelerator=AcceleratorConfig(ep_size=ep_size)) as setup:
+        model, loss_fn = a_model(family), CausalLMLoss()
+        shard_model(model, setup)
+        batch = tiny_batch("qwen3_moe" if family == "gpt_oss" else family)
+        batch["is_padding"] = torch.zeros_like(batch["labels"], dtype=torch.bool)
+        size = len(batch["labels"]) // setup.dp_size
+        own = take_rows(batch, setup.dp_rank * size, (setup.dp_rank + 1) * size)
+        step = engine_step(model, loss_fn, micro_batches(own, 1, contract_of(loss_fn)), setup)
+        return Found(step.loss, step.gradients)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "gpt_oss"])
+def test_other_families(family: str) -> None:
+    wanted = run_ranks(step_of, 1, family, 1)[0]
+    for ranks, ep_size in ((2, 2), (4, 2)):
+        assert_same(run_ranks(step_of, ranks, family, ep_size)[0], wanted)
 
 
 def test_experts_that_ranks_can_not_share_by_number_are_shared_by_size() -> None:
