@@ -9,7 +9,8 @@ from math import prod
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, TrainerConfig
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.expert.count import indivisible, known_num_experts
-from hp_core.parallel.plan.shapes import known_sizes
+from hp_core.parallel.known import known_config
+from hp_core.parallel.plan.shapes import sizes_in_config
 
 # Techniques that this version has no implementation of.
 _LATER = ("pp_size",)
@@ -81,7 +82,7 @@ def check_sizes(config: TrainerConfig, world_size: int) -> None:
     num_experts, ep_size = known_num_experts(config.model), config.accelerator.ep_size
     if num_experts is not None and (problem := indivisible(num_experts, ep_size)):
         problems.append(problem)
-    problems += known_sizes(config.model).problems(config.accelerator.tp_size)
+    problems += sizes_in_config(known_config(config.model)).problems(config.accelerator.tp_size)
     if problems:
         raise InputError(problems)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hp_core.config.target import Target
 from hp_core.errors import Problem
+from hp_core.parallel.known import known_config
 
 # How configurations of transformers call it.
 _KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -16,12 +15,7 @@ _KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def known_num_experts(model: Target) -> int | None:
     """What the recipe or the model's own directory says; None where neither does. The hub is not asked."""
-    written = model.arguments.get("config")
-    for values in (written, _stored(model.arguments.get("pretrained"))):
-        found = _number(values) if isinstance(values, Mapping) else None
-        if found is not None:
-            return found
-    return None
+    return _number(known_config(model))
 
 
 def indivisible(num_experts: int, ep_size: int) -> Problem | None:
@@ -40,13 +34,3 @@ def _number(values: Mapping[str, Any]) -> int | None:
             if isinstance(one.get(key), int):
                 return int(one[key])
     return None
-
-
-def _stored(pretrained: Any) -> Any:
-    path = Path(pretrained).expanduser() / "config.json" if isinstance(pretrained, str) else None
-    if path is None or not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return None  # building the model tells

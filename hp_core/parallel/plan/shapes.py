@@ -5,13 +5,10 @@ No torch: `hp-train check` asks before any is imported.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from hp_core.config.target import Target
 from hp_core.errors import Problem
 
 PATH = "accelerator.tp_size"
@@ -50,25 +47,6 @@ class SharedSizes:
         *rest, last = map(str, self.fitting())
         hint = f"use {', '.join(rest)} or {last}" if rest else f"use {last}"
         return [Problem(message, path=PATH, hint=hint) for message in self.misfits(tp_size)]
-
-
-def known_sizes(model: Target) -> SharedSizes:
-    """What a recipe's model has to be cut evenly, as far as the recipe or its directory say; the hub is not asked."""
-    values = stored_config(model.arguments.get("pretrained"))
-    written = model.arguments.get("config")
-    return sizes_in_config({**values, **written} if isinstance(written, Mapping) else values)
-
-
-def stored_config(pretrained: Any) -> Mapping[str, Any]:
-    """The values of the `config.json` in a directory; none where there is no such file or it can't be read."""
-    path = Path(pretrained).expanduser() / "config.json" if isinstance(pretrained, str) else None
-    if path is None or not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return {}  # building the model tells
-    return values if isinstance(values, Mapping) else {}
 
 
 def sizes_in_config(config: Mapping[str, Any]) -> SharedSizes:
