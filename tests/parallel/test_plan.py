@@ -114,6 +114,22 @@ def test_what_sees_all_heads_at_once_stays_whole_and_says_so():
     assert next(one for one in plan.boundaries if one.fqn == "model.layers.1.self_attn").kind == "attention"
 
 
+def test_a_number_for_each_head_is_not_taken_for_a_norm_of_one():
+    """Where there are as many heads as a head has features, both have the same shape."""
+    model = skeleton("qwen3", num_attention_heads=8, num_key_value_heads=8, head_dim=8)
+    model.model.layers[0].self_attn.sinks = nn.Parameter(torch.empty(8, device="meta"))
+    boundary = next(one for one in derive_plan(model, 2).boundaries if one.fqn == "model.layers.0.self_attn")
+    assert (boundary.kind, boundary.note) == ("replicated", "sinks is no parameter of a single head")
+    assert [one.name for one in boundary.parameters] == ["sinks"]
+
+
+def test_an_mlp_that_compares_its_features_stays_whole_and_says_so():
+    model = skeleton()
+    model.model.layers[1].mlp.activation_sparsity = 0.95
+    boundary = next(one for one in derive_plan(model, 2).boundaries if one.fqn == "model.layers.1.mlp")
+    assert (boundary.kind, boundary.note) == ("replicated", "its activation compares all features")
+
+
 def test_an_attention_with_fused_projections_stays_whole_and_says_so():
     model = skeleton()
     attention = model.model.layers[0].self_attn

@@ -20,6 +20,7 @@ from hp_core.parallel.plan.roles import (
     GroupedAttention,
     LatentAttention,
     Roles,
+    SparseMLP,
     roles_of,
 )
 from hp_core.parallel.plan.shapes import PATH, SharedSizes
@@ -104,11 +105,13 @@ def _region(fqn: str, module: nn.Module, roles: Roles) -> _Region:
         return _Region(fqn, module, roles, (module.num_heads, module.num_heads), note)
     if isinstance(module, GroupedAttention):
         num_heads = roles.row_linear.in_features // module.head_dim
-        # A norm over one head sees one at a time; anything wider sees heads of other ranks.
-        wide = [name for name, one in others.items() if tuple(one.shape) != (module.head_dim,)]
+        # A norm over one head sees one at a time; anything wider, or of the attention itself (sinks), sees them all.
+        wide = [name for name, one in others.items() if "." not in name or tuple(one.shape) != (module.head_dim,)]
         note = f"{wide[0]} is no parameter of a single head" if wide else ""
         return _Region(fqn, module, roles, (num_heads, num_heads // module.num_key_value_groups), note)
     note = f"{min(others)} is used between its projections" if others else ""
+    if isinstance(module, SparseMLP):
+        note = "its activation compares all features"
     widths = {linear.out_features for linear in roles.columns.values()} | {roles.row_linear.in_features}
     if len(widths) > 1:
         note = f"its projections have several widths: {', '.join(map(str, sorted(widths)))}"

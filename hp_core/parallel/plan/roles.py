@@ -33,6 +33,13 @@ class LatentAttention(Protocol):
     num_heads: int
 
 
+@runtime_checkable
+class SparseMLP(Protocol):
+    """An MLP that keeps the largest of its features (Gemma 3n), and so has to see them all."""
+
+    activation_sparsity: float
+
+
 @dataclass(frozen=True)
 class Roles:
     """The linear children of a module by role: outputs of `columns` are cut, and so are the inputs of `row`."""
