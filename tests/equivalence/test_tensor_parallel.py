@@ -39,6 +39,13 @@ def test_every_gradient_is_that_of_one_process(family, layout):
     assert_same(found_on(Case(family), LAYOUTS[layout]), alone(family))
 
 
+@pytest.mark.parametrize("family", ["mistral", "olmo2", "glm4", "granite"])
+def test_families_that_the_plan_was_not_made_for(family):
+    """OLMo 2 normalises over all heads, so that its attention stays whole; GLM-4 fuses the projections of its MLP."""
+    case = Case("llama", config={"model_type": family, "pad_token_id": 0})
+    assert_same(found_on(case, LAYOUTS["tp2"]), found_on(case, Layout()))
+
+
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2 tp2", "tp4"])
 def test_biases_are_added_once(layout):
     case = Case("llama", config={"attention_bias": True, "mlp_bias": True})
