@@ -25,7 +25,7 @@ from hp_core.checkpoint.tensors import (
     require_same_model,
     restore_optimizers,
 )
-from hp_core.errors import InputError, RunError
+from hp_core.errors import InputError, Problem, RunError
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.state import random_state, restore_random_state, seed_everything
 
@@ -59,7 +59,7 @@ def save_checkpoint(
         setup.barrier()
         torch.save(random_state(), temporary / _random_file(setup.rank))
         # What a loss remembers it has seen on its own rank.
-        torch.save(loss_fn.state_dict(), temporary / _loss_file(setup.rank))
+        torch.save(_loss_state(loss_fn, model), temporary / _loss_file(setup.rank))
         dcp.save({**model_tensors(model), **optimizer_tensors(model, optimizers)}, checkpoint_id=temporary)
         setup.barrier()
         if setup.environment.is_main:
@@ -101,8 +101,9 @@ def load_checkpoint(
         same_world = state["world_size"] == setup.world_size
         random = torch.load(checkpoint.path / _random_file(setup.rank), weights_only=True) if same_world else None
         loss_rank = setup.rank if same_world else 0
-        loss_state = torch.load(checkpoint.path / _loss_file(loss_rank), weights_only=True)
-        loss_fn.load_state_dict(loss_state)
+        loss_file = checkpoint.path / _loss_file(loss_rank)
+        loss_state = torch.load(loss_file, weights_only=True, map_location="cpu")
+    _load_loss(loss_fn, model, loss_state, checkpoint.path)
     tensors = model_tensors(model)
     require_same_model(tensors, metadata, checkpoint.path)
     room = empty_optimizer_tensors(model, metadata)
@@ -114,6 +115,29 @@ def load_checkpoint(
         return False
     restore_random_state(random)
     return True
+
+
+def _loss_state(loss_fn: nn.Module, model: nn.Module) -> dict[str, Any]:
+    """What a loss remembers, without the tensors of the model, which it may hold as well."""
+    of_model = {id(one) for one in (*model.parameters(), *model.buffers())}
+    state = loss_fn.state_dict(keep_vars=True)
+    own = {name: one for name, one in state.items() if id(one) not in of_model}
+    return {name: one.detach() if isinstance(one, torch.Tensor) else one for name, one in own.items()}
+
+
+def _load_loss(loss_fn: nn.Module, model: nn.Module, state: dict[str, Any], path: Path) -> None:
+    expected = set(_loss_state(loss_fn, model))
+    if expected != set(state):
+        missing, strange = sorted(expected - set(state)), sorted(set(state) - expected)
+        found = f"lacks {missing[0]!r}" if missing else f"holds {strange[0]!r}, which the loss has no place for"
+        hint = "a loss registers all its buffers when it is built"
+        message = f"{path}: what {type(loss_fn).__name__} remembered {found}"
+        raise InputError(Problem(message, path="loss_fn", hint=hint))
+    try:
+        loss_fn.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        message = f"{path}: what {type(loss_fn).__name__} remembered does not fit: {_first_line(error)}"
+        raise InputError(Problem(message, path="loss_fn")) from error
 
 
 def optimizer_names(optimizers: list[Optimizer]) -> list[str]:

@@ -150,7 +150,9 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 def kind(schema: Schema, definitions: Mapping[str, Schema]) -> str:
     """Return what a JSON Schema allows, in words."""
     if "$ref" in schema:
-        return kind(definitions.get(schema["$ref"].rpartition("/")[2], {}), definitions)
+        name = schema["$ref"].rpartition("/")[2]
+        # What has no definition of its own here is a section of the recipe, which names a component.
+        return kind(definitions[name], definitions) if name in definitions else "component"
     if "enum" in schema or "const" in schema:
         return " or ".join(f"`{json.dumps(one).strip(chr(34))}`" for one in schema.get("enum", [schema.get("const")]))
     if "anyOf" in schema:

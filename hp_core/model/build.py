@@ -91,6 +91,9 @@ def _skeleton(
                 settings, attn_implementation=attn_implementation, dtype=dtype, trust_remote_code=trust_remote_code
             )
     except ValueError as error:
+        if "Unrecognized configuration class" in str(error):
+            message = f"holds a {settings.model_type!r}, which is no causal language model"
+            raise ArgumentError("pretrained", message, "this component builds causal language models") from error
         if "attention" not in str(error):
             raise
         message = f"this family of models does not support {attn_implementation!r}"

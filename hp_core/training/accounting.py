@@ -145,6 +145,7 @@ class StepLoss:
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     terms: dict[str, torch.Tensor] = field(default_factory=dict)
     per_micro_batch: list[torch.Tensor] = field(default_factory=list)
+    num_counted: int = 0
 
     def weigh(
         self, loss: Any, model_output: Any, micro_batch: MicroBatch, terms: Mapping[str, torch.Tensor] | None = None
@@ -158,27 +159,45 @@ class StepLoss:
             terms: this micro-batch's shares of what depends on the whole step.
         """
         weighted: torch.Tensor | None = None
+        is_left_out = False
         for name, value in loss_entries(loss, self.contract, micro_batch).items():
             # Every rank knows every entry, also where it has nothing to add: the logged vector must line up.
             self.parts.setdefault(name, torch.zeros((), device=value.device))
+            is_trained = name not in self.contract.diagnostics
             counted = counted_value(name, value, self.contract, micro_batch)
             if counted is None:
+                is_left_out = is_left_out or is_trained
                 continue
+            self.num_counted += 1
             value, factor = counted
             part = value * (factor / self.counts.amounts[label_of(name, self.counts.amounts)])
             self.parts[name] = self.parts[name] + part.detach().float()
-            if name not in self.contract.diagnostics:
+            if is_trained:
                 weighted = part if weighted is None else weighted + part
-        # Every rank must join every collective of the backward pass, also where it has nothing to learn.
-        total = zero_of(model_output) if weighted is None else weighted
-        value = torch.zeros((), device=total.device) if weighted is None else weighted.detach().float()
+        total, value = self._joined(weighted, model_output, is_left_out)
         for name, share in (terms or {}).items():
+            if fault := name_fault(name):
+                raise RunError(f"loss_fn: {fault}; call it something else")
             if name in self.parts:
                 raise RunError(f"loss_fn: {name!r} is both an entry of the loss and a term of the step")
             self.terms[name] = self.terms.get(name, torch.zeros((), device=share.device)) + share.detach().float()
             total, value = total + share, value + share.detach().float()
         self.per_micro_batch.append(value)
         return total
+
+    def _joined(
+        self, weighted: torch.Tensor | None, model_output: Any, is_left_out: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What to call `backward()` on, and its value; the same wherever everything counts.
+
+        Every rank must join every collective of the backward pass, also where it has nothing to learn, or nothing of
+        one of the entries.
+        """
+        if weighted is None:
+            total = zero_of(model_output)
+            return total, torch.zeros((), device=total.device)
+        total = weighted + zero_of(model_output) if is_left_out else weighted
+        return total, weighted.detach().float()
 
     @property
     def logged(self) -> dict[str, torch.Tensor]:
@@ -215,6 +234,22 @@ def label_of(entry: str, counts: Mapping[str, float]) -> str:
     return own if own in counts else "labels"
 
 
+# What a row of metrics holds beside the entries of a loss.
+METRICS = frozenset(
+    {"step", "grad_norm", "lr", "tokens", "total_tokens", "tokens_per_second", "step_time_s", "data_time_s", "epoch"}
+    | {"samples", "skipped_steps", "skipped", "time_s"}
+)
+
+
+def name_fault(entry: object) -> str | None:
+    """What is wrong with the name of a loss's entry, or None."""
+    if not isinstance(entry, str) or not entry:
+        return f"the entry {entry!r} has no name"
+    if entry in METRICS:
+        return f"the entry {entry!r} has the name of another metric"
+    return None
+
+
 def loss_entries(loss: Any, contract: LossContract, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
     """What a loss returned, by entry; a bare tensor is the entry `loss`.
 
@@ -224,6 +259,8 @@ def loss_entries(loss: Any, contract: LossContract, micro_batch: MicroBatch) -> 
     entries = dict(loss) if isinstance(loss, Mapping) else {"loss": loss}
     num_rows = len(micro_batch.rows["labels"])
     for name, value in entries.items():
+        if fault := name_fault(name):
+            raise RunError(f"loss_fn: {fault}; call it something else")
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         if contract.reduction == "sample":
             if shape != (num_rows,):
@@ -239,17 +276,22 @@ def loss_entries(loss: Any, contract: LossContract, micro_batch: MicroBatch) -> 
 
 def zero_of(model_output: Any) -> torch.Tensor:
     """An exact zero gradient through everything the model computed, so that every rank joins every collective."""
-    if isinstance(model_output, torch.Tensor):
-        values: Iterable[Any] = [model_output]
-    elif isinstance(model_output, Mapping):
-        values = model_output.values()
-    else:
-        values = model_output
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            # Multiplied before it is summed: the gradient is zero even where the value is not finite.
-            return (value * 0.0).sum()
-    raise RunError("the model returned no tensor with a gradient; is every parameter frozen?")
+    # Multiplied before it is summed: the gradient is zero even where the value is not finite.
+    zeros = [(value * 0.0).sum().float() for value in _tensors_of(model_output) if value.requires_grad]
+    if not zeros:
+        raise RunError("the model returned no tensor with a gradient; is every parameter frozen?")
+    return torch.stack(zeros).sum()
+
+
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_of(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_of(item)
 
 
 @runtime_checkable

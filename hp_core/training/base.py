@@ -15,12 +15,11 @@ from hp_core.config import TrainerConfig
 from hp_core.data.order import GlobalOrder, StepBatches, evaluation_batches
 from hp_core.data.protocols import Datasets, MeshContext, RowDataset
 from hp_core.errors import RunError
-from hp_core.parallel.context.attention import require_context_attention
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.fsdp import require_sharded
+from hp_core.parallel.ready import require_split
 from hp_core.parallel.setup import DistributedSetup
-from hp_core.parallel.tensor.apply import require_shared
-from hp_core.training.accounting import MicroBatch, StepLoss, count_step, on_device
+from hp_core.training.accounting import MicroBatch, StepCounts, StepLoss, count_step, on_device
 from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer, require_each_once, require_savable
 from hp_core.training.columns import column_arguments
 from hp_core.training.evaluation import Evaluation, evaluate
@@ -31,9 +30,9 @@ from hp_core.training.nonfinite import describe
 from hp_core.training.persistence import restore, save
 from hp_core.training.run import Report, Run, data_facts, data_lines
 from hp_core.training.schedule import steps_left, total_steps
-from hp_core.training.startup import checked_datasets, checked_loss
+from hp_core.training.startup import checked_datasets, checked_loss, told_of_the_loss
 from hp_core.training.state import RunState, seed_everything
-from hp_core.training.step import Passes, accumulate_gradients
+from hp_core.training.step import Passes, accumulate_gradients, require_same_entries
 
 GetBatch = Callable[[Iterator[Any]], tuple[dict[str, Any], dict[str, Any]]]
 
@@ -50,6 +49,7 @@ class BaseTrainer:
     model: nn.Module
     loss_fn: nn.Module
     contract: LossContract
+    entries: tuple[str, ...] = ()
     tokenizer: Any
     transform: Any
     collate_fn: Any
@@ -105,9 +105,7 @@ class BaseTrainer:
             compile_config=None,
         )
         self.model = as_module(built, "model")
-        require_sharded(self.model, self.setup)
-        require_context_attention(self.model, self.setup)
-        require_shared(self.model, self.setup)
+        require_split(self.model, self.setup)
         if self.setup.replacer is not None:
             self.setup.replacer.require_applied()
             self.run.record(replaced_modules=self.setup.replacer.summaries)
@@ -117,9 +115,12 @@ class BaseTrainer:
 
     def _build_loss(self) -> None:
         """Build the loss and show it the finished model."""
-        built = self.run.plugins.hook.build_loss(config=self.config)
+        hook = self.run.plugins.hook
+        with told_of_the_loss("can't be built"):
+            built = hook.build_loss(config=self.config)
         self.loss_fn, self.contract = checked_loss(built, self.run)
-        self.run.plugins.hook.bind_model(loss_fn=self.loss_fn, model=self.model, distributed_setup=self.setup)
+        with told_of_the_loss(f"{type(self.loss_fn).__name__} can't be bound to the model"):
+            hook.bind_model(loss_fn=self.loss_fn, model=self.model, distributed_setup=self.setup)
 
     def _build_model_assets(self) -> None:
         """Build what turns raw data into model inputs: a tokenizer, a processor."""
@@ -253,10 +254,13 @@ class BaseTrainer:
         state.position = self.order.advance(state.position)
         if not counts.is_empty:
             accumulate_gradients(micro_batches, self._passes, step_loss, self.setup)
-            norm, skipped = self._update(micro_batches, step_loss)
-        else:
+            self.entries = require_same_entries(step_loss, self.entries, self.setup)
+        if counts.is_empty or self._counts_nothing(counts, step_loss):
+            self.optimizer.zero_grad(set_to_none=True)
             skipped = "no tokens"
             state.skipped_no_tokens += 1
+        else:
+            norm, skipped = self._update(micro_batches, step_loss)
         tokens = 0 if skipped else counts.targets["labels"]
         state.tokens += tokens
         self._meter.add(tokens=tokens, seconds=time.perf_counter() - started, data_seconds=data_seconds)
@@ -286,6 +290,10 @@ class BaseTrainer:
         columns = column_arguments(loss_inputs, self.contract.columns)
         return self.loss_fn(model_output=outputs, labels=loss_inputs["labels"], **columns)
 
+    def _counts_nothing(self, counts: StepCounts, step_loss: StepLoss) -> bool:
+        """Whether no rank's loss has an entry for any of the step's labels: a batch may hold some that nothing uses."""
+        return counts.amounts["labels"] == 0 and self.setup.sum_on_host([step_loss.num_counted]) == [0]
+
     @property
     def _passes(self) -> Passes:
         return Passes(self.model, self.loss_fn, self._outputs_of, self.postforward)
@@ -310,6 +318,8 @@ class BaseTrainer:
             self._on_nonfinite(micro_batches, step_loss)
             skipped = "not finite"
         else:
+            if norm == 0 and state.updates == 0:
+                self.run.console.say(f"step {state.step}: every gradient is 0, so nothing is learnt from it")
             clip(parameters, norm, training.max_grad_norm)
             self.optimizer.step()
             self.lr_scheduler.step()

@@ -14,10 +14,12 @@ from torch import nn
 from hp_core.config.models import EvaluationConfig
 from hp_core.data.protocols import Datasets
 from hp_core.errors import InputError, Problem
+from hp_core.parallel.agreement import require_same_everywhere
 from hp_core.parallel.fsdp import reshard
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepCounts, counted_value, label_of, loss_entries
 from hp_core.training.loss import LossContract
+from hp_core.training.restoring import restored
 from hp_core.training.state import random_state, restore_random_state
 from hp_core.training.step import Passes
 
@@ -89,7 +91,7 @@ def evaluate(
     started = time.perf_counter()
     sums: dict[str, torch.Tensor] = {}
     counts = StepCounts()
-    with evaluating(passes.model, passes.loss_fn):
+    with evaluating(passes.model, passes.loss_fn), restored(passes.loss_fn, apart_from=passes.model):
         for micro_batch in micro_batches:
             entries = loss_entries(passes.loss(*passes.forward(micro_batch)), contract, micro_batch)
             counts = counts.and_of(micro_batch)
@@ -100,6 +102,7 @@ def evaluate(
                     sums[name] += counted[0].double() * counted[1]
     counts = counts.over_all_ranks(contract, setup)
     names = sorted(sums)
+    require_same_everywhere("loss_fn: the entries of an evaluation", names, setup)
     rows = setup.gather_on_host([float(sums[name]) for name in names])
     losses = {
         name: sum(row[index] for row in rows) / counts.amounts[label_of(name, counts.amounts)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hp_core.errors import Problem
-from hp_core.training.accounting import label_of
+from hp_core.training.accounting import label_of, name_fault
 from hp_core.training.evaluation import evaluating
 from hp_core.training.loss import IGNORE_INDEX, DeclaresReduction, LossContract
 from hp_core.training.loss_fit import EntryValues, misfit
@@ -97,6 +97,7 @@ class _Trial:
     errors: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
     trained: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -109,6 +110,7 @@ class _Trial:
         self._examine_shapes(entries)
         if self.errors:
             return
+        self.names = frozenset(entries)
         self.trained = tuple(name for name in entries if name not in self.contract.diagnostics)
         dtypes = {name: value.dtype for name, value in entries.items()}
         whole = _Reading({name: self._number(name, value, batch) for name, value in entries.items()}, outputs)
@@ -120,6 +122,8 @@ class _Trial:
             self._warn(f"{self.name} is {whole.total(self.trained)} on a tiny batch, so no more can be told of it")
             return
         parts = {"all": whole, **{name: self._read(self.rows.region(name)) for name in _REGIONS}}
+        # Half precision does not tell a loss of one target from that of another.
+        tells_targets_apart = tells_targets_apart and all(_is_wide(dtypes[name]) for name in self.trained)
         uses = self._examine_uses(whole, parts) if tells_targets_apart else _Uses(labels=True, targets=False)
         is_by_rows = uses.labels and self._examine_reductions(parts, dtypes)
         if uses.targets:
@@ -131,18 +135,33 @@ class _Trial:
     def _call(self, batch: Batch) -> tuple[Any, Any]:
         with restored(self.loss_fn, apart_from=self.model):
             seed_everything(0, 0)
-            return self.run({name: value.clone() for name, value in batch.items()})
+            given = {name: value.clone() for name, value in batch.items()}
+            found = self.run(given)
+        for name, value in batch.items():
+            if not torch.equal(given[name], value):
+                self._wrong(f"{self.name} writes into {name!r}, which others read, too", "make a copy and change that")
+        return found
 
     def _read(self, batch: Batch) -> _Reading:
         returned, outputs = self._call(batch)
         entries = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+        if set(entries) != self.names:
+            changed = ", ".join(map(repr, sorted(self.names ^ set(entries), key=str)))
+            message = f"{self.name} returns the entries {changed} for some batches only"
+            self._wrong(message, "return every entry each time, with 0 where there is nothing")
+            entries = {name: entries.get(name, torch.tensor(math.nan)) for name in self.names}
         return _Reading({name: self._number(name, value, batch) for name, value in entries.items()}, outputs)
 
     def _number(self, name: str, value: torch.Tensor, batch: Batch) -> float:
         value = value.detach().double().cpu()
         if self.contract.reduction == "sample":
             has_target = self.contract.is_target(batch[self._label(name)]).any(1)
-            return float(value[has_target].sum())
+            if value.dim() and value.shape != has_target.shape:
+                message = f"{self._entry(name)} returned the shape {tuple(value.shape)} for {NUM_ROWS} rows, of which "
+                hint = "return a value for each row; the trainer leaves out those without a target"
+                self._wrong(f"{message}{int(has_target.sum())} have a target", hint)
+                return math.nan
+            return float(value[has_target].sum()) if value.dim() else float(value)
         return float(value.reshape(()))
 
     def _label(self, entry: str) -> str:
@@ -172,6 +191,9 @@ class _Trial:
     def _examine_shapes(self, entries: Mapping[str, Any]) -> None:
         by_row = self.contract.reduction == "sample"
         for name, value in entries.items():
+            if fault := name_fault(name):
+                self._wrong(f"{self.name}: {fault}", "call it something else, such as margin_loss")
+                continue
             if not isinstance(value, torch.Tensor):
                 hint = "return a tensor, or a dict of tensors; a number has no gradient"
                 self._wrong(f"{self._entry(name)} returned a {type(value).__name__}", hint)
@@ -206,6 +228,8 @@ class _Trial:
         if not backward:
             return
         parameters = [one for one in self.model.parameters() if one.requires_grad]
+        if self.contract.reduction == "sample":
+            self._examine_rows_without_targets(parameters)
         for name in self.trained:
             if whole.values[name] == 0:
                 continue  # such as a part whose weight grows during a run
@@ -215,6 +239,21 @@ class _Trial:
             if not any(one is not None and bool(one.ne(0).any()) for one in gradients):
                 message = f"{self._entry(name)} has a gradient of zero for each of the model's parameters"
                 self._wrong(message, "compute it of model_output without detaching anything")
+
+    def _examine_rows_without_targets(self, parameters: list[nn.Parameter]) -> None:
+        """Whether the gradient is finite where some rows have no target, whose values the trainer leaves out."""
+        batch = self.rows.region("first row")
+        returned, _ = self._call(batch)
+        entries: dict[str, Any] = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+        for name in self.trained:
+            value = entries.get(name)
+            has_target = self.contract.is_target(batch[self._label(name)]).any(1)
+            if not isinstance(value, torch.Tensor) or value.shape != has_target.shape:
+                continue  # told where the values are read
+            gradients = torch.autograd.grad(value[has_target].sum(), parameters, allow_unused=True)
+            if not all(one is None or bool(one.isfinite().all()) for one in gradients):
+                message = f"{self._entry(name)} has a gradient that is not finite where a row has no target"
+                self._wrong(message, "divide by the row's targets with .clamp(min=1)")
 
     def _examine_uses(self, whole: _Reading, parts: Mapping[str, _Reading]) -> _Uses:
         """Whether the loss looks at everything that it is given."""

@@ -59,13 +59,13 @@ class TinyRows:
     def whole(self) -> Batch:
         """The whole batch: `input_ids`, `position_ids`, `labels` and the columns, each of shape (3, 8)."""
         generator = torch.Generator().manual_seed(0)
-        allowed = self._allowed()
         shape = (NUM_ROWS, LENGTH)
         batch = {
             "input_ids": torch.randint(0, NUM_IDS, shape, generator=generator),
             "position_ids": torch.arange(LENGTH).repeat(NUM_ROWS, 1),
         }
         for name in self.label_names:
+            allowed = self._allowed(name)
             targets = allowed[torch.randint(0, len(allowed), shape, generator=generator)]
             places = _LABELS if name == "labels" else _OTHER_LABELS
             batch[name] = torch.full(shape, IGNORE_INDEX)
@@ -111,7 +111,7 @@ class TinyRows:
 
     def with_other_targets(self, batch: Batch, label: str, row: int | None = None) -> Batch:
         """The batch with another target in place of each one of a label tensor, in all rows or in one."""
-        allowed = self._allowed().tolist()
+        allowed = self._allowed(label).tolist()
         following = dict(zip(allowed, allowed[1:] + allowed[:1], strict=True))
         labels = batch[label].clone()
         for place in torch.nonzero(self.contract.is_target(labels)).tolist():
@@ -138,5 +138,8 @@ class TinyRows:
             batch[name] = batch[name].masked_fill(ignored, self.contract.ignore_index)
         return batch
 
-    def _allowed(self) -> torch.Tensor:
-        return torch.tensor([one for one in range(NUM_IDS) if one != self.contract.ignore_index])
+    def _allowed(self, label: str) -> torch.Tensor:
+        """The targets that a label tensor may hold: ids for `labels`; any other has at least two classes."""
+        num_classes = NUM_IDS if label == "labels" else 3
+        allowed = [one for one in range(num_classes) if one != self.contract.ignore_index]
+        return torch.tensor(allowed if label == "labels" else allowed[:2])

@@ -22,6 +22,8 @@ class LossWrapper(nn.Module):
 
     def __init__(self, loss_fn: nn.Module) -> None:
         super().__init__()
+        if not isinstance(loss_fn, nn.Module):
+            raise TypeError(f"{type(self).__name__} needs a loss that is built; write super().__init__(loss.build())")
         self.loss_fn = loss_fn
         self.inner = contract = contract_of(loss_fn)
         self.reduction = contract.reduction

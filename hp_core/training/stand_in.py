@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hp_core.config import TrainerConfig
 from hp_core.config.target import Target
+from hp_core.entry_points import describe
 from hp_core.errors import HpError, InputError, Problem, RunError
 from hp_core.model.tiny import FAMILIES, tiny_model
 from hp_core.parallel.setup import DistributedSetup
@@ -131,7 +132,7 @@ def try_loss(config: TrainerConfig, plugins: Plugins) -> Trial:
         try:
             return Trial(diagnosed(loss_fn, stand_in, plugins, setup))
         except Exception as error:
-            text = str(error) if isinstance(error, HpError) else f"{type(error).__name__}: {error}"
+            text = str(error).removeprefix("loss_fn: ") if isinstance(error, HpError) else describe(error)
             if not stand_in.is_own_family:
                 kind = f"on a tiny {stand_in.family}, which stands in for the recipe's model, it raises {text}"
                 return Trial(not_tried=kind)
@@ -147,7 +148,7 @@ def _built(config: TrainerConfig, plugins: Plugins) -> nn.Module:
     except HpError:
         raise
     except Exception as error:
-        message = f"can't be built: {type(error).__name__}: {error}"
+        message = f"can't be built: {describe(error)}"
         raise InputError(Problem(message, path="loss_fn")) from error
 
 

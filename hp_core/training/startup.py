@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -10,12 +13,30 @@ from torch import nn
 from hp_core.data.order import check_batch
 from hp_core.data.protocols import Datasets
 from hp_core.data.rows import as_datasets
-from hp_core.errors import InputError, Problem
+from hp_core.entry_points import describe
+from hp_core.errors import HpError, InputError, Problem
 from hp_core.training.built import as_module, require_loss_call, require_without_parameters
 from hp_core.training.columns import require_columns
 from hp_core.training.evaluation import require_validation
 from hp_core.training.loss import LossContract, contract_of
 from hp_core.training.run import Run
+
+
+@contextmanager
+def told_of_the_loss(what: str) -> Iterator[None]:
+    """Tell an exception that a loss raises before the first step as a fault of the recipe, with where it was raised.
+
+    Raises:
+        InputError: in the place of anything that is not made for users already.
+    """
+    try:
+        yield
+    except HpError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        hint = f"raised in {Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
+        raise InputError(Problem(f"{what}: {describe(error)}", path="loss_fn", hint=hint)) from error
 
 
 def checked_loss(built: Any, run: Run) -> tuple[nn.Module, LossContract]:

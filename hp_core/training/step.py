@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hp_core.errors import RunError
+from hp_core.parallel.agreement import gathered
 from hp_core.parallel.fsdp import reshard, set_gradient_sync
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepLoss
@@ -16,6 +18,28 @@ from hp_core.training.loss import HasStepTerms
 from hp_core.training.state import random_state, restore_random_state
 
 Statistics = dict[str, torch.Tensor]
+
+
+def require_same_entries(step_loss: StepLoss, known: tuple[str, ...], setup: DistributedSetup) -> tuple[str, ...]:
+    """The names of what a loss gives, which must be those of every step and rank: logged rows are added up by place.
+
+    Args:
+        step_loss: a step's, after all its passes.
+        known: what an earlier step gave; empty in the first, where the ranks compare.
+        setup: the run's ranks.
+
+    Raises:
+        RunError: this step or another rank gave others.
+    """
+    names = tuple(sorted(step_loss.logged))
+    others = [known] if known else gathered(names, setup)
+    for other in others:
+        if names != other:
+            raise RunError(
+                f"loss_fn: returned the entries {', '.join(names)}, and elsewhere {', '.join(other)}; return all of "
+                "them each time, with 0 where there is nothing"
+            )
+    return names
 
 
 @dataclass(frozen=True)

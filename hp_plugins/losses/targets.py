@@ -14,7 +14,9 @@ from hp_core.training.loss import IGNORE_INDEX
 
 LabelSmoothing = Annotated[float, Field(ge=0, lt=1, description="Probability spread over all classes.")]
 ZLoss = Annotated[float, Field(ge=0, description="Weight of the squared log-normaliser.")]
-IgnoreIndex = Annotated[int, Field(description="Labels of this value are no targets, beside -100.")]
+IgnoreIndex = Annotated[
+    int, Field(ge=-(2**63), lt=2**63, description="Labels of this value are no targets, beside -100.")
+]
 TokenWeights = Annotated[
     str | None, Field(min_length=1, description="Column that holds the weight of each token's loss.")
 ]

@@ -49,6 +49,8 @@ def _with_logits(loss: Target, coefficient: float) -> nn.Module:
         ArgumentError: the model would return no logits under it.
     """
     built: nn.Module = loss.build()
+    if any(isinstance(one, ZLoss) for one in built.modules()):
+        raise ArgumentError("loss", "has a z-loss around it already", "add the coefficients up in one")
     if withholds_logits(built):
         message = f"{loss.spelling!r} computes within the model's head, which then returns no logits"
         hint = "use a loss of the logits, such as causal_lm"

@@ -15,6 +15,7 @@ from hp_core.training.accounting import MicroBatch
 from hp_core.training.base import BaseTrainer
 from hp_core.training.columns import column_arguments, empty_columns
 from hp_core.training.evaluation import Evaluation, evaluating
+from hp_core.training.startup import told_of_the_loss
 from hp_plugins.collators.rows import rows
 from hp_plugins.trainers.probes import (
     check_call,
@@ -46,9 +47,11 @@ class TextTrainer(BaseTrainer):
         check_isolation(self.model, self.setup.device)
         check_shift(self._model_loss, self.setup.device)
         bound = (self.loss_fn, self.model, self.contract, self._tiny_loss, self.datasets.train)
-        for warning in check_loss(*bound, self.setup):
+        with told_of_the_loss(f"{type(self.loss_fn).__name__} can't be called on a tiny batch"):
+            warnings = check_loss(*bound, self.setup)
+            check_loss_isolation(*bound)
+        for warning in warnings:
             self.run.console.say(str(warning))
-        check_loss_isolation(*bound)
         if self.config.evaluation.samples.prompts and not isinstance(self.tokenizer, Tokenizer):
             raise InputError(Problem("sampling text needs dataset.tokenizer", path="evaluation.samples.prompts"))
 

@@ -362,3 +362,36 @@ def test_a_folder_that_can_t_be_made_is_said(checkpoint, tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(RunError, match="can't write checkpoint"):
         save(setup, str(tmp_path / "run"), 1, *make(setup))
+
+
+class Remembers(torch.nn.Module):
+    """Holds the model, as a loss may, and a buffer of its own."""
+
+    def __init__(self, model, name: str = "mean") -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer(name, torch.zeros(()))
+
+
+def save_with_loss(environment, run: str) -> None:
+    with a_setup(environment) as setup:
+        model, optimizer = make(setup)
+        loss_fn = Remembers(model)
+        loss_fn.mean += 3
+        state = {"optimizers": optimizer_names(parts_of(optimizer)), "world_size": setup.world_size}
+        parts = {"model": model, "loss_fn": loss_fn, "optimizers": parts_of(optimizer)}
+        save_checkpoint(Path(run), 1, **parts, trainer_state=state, manifest={}, setup=setup)
+
+
+def test_a_loss_that_holds_the_model_is_stored_without_it(tmp_path):
+    run_ranks(save_with_loss, 2, str(tmp_path))
+    checkpoint = as_checkpoint(step_directory(tmp_path, 1))
+    assert set(torch.load(checkpoint.path / "loss_rank_00000.pt", weights_only=True)) == {"mean"}
+    with a_setup() as setup:
+        model, optimizer = make(setup)
+        parts = {"model": model, "optimizers": parts_of(optimizer), "seed": 3, "setup": setup}
+        loss_fn = Remembers(model)
+        load_checkpoint(checkpoint, loss_fn=loss_fn, **parts)
+        assert loss_fn.mean == 3
+        with pytest.raises(InputError, match="what Remembers remembered lacks 'count'; a loss registers"):
+            load_checkpoint(checkpoint, loss_fn=Remembers(model, "count"), **parts)

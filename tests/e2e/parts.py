@@ -114,3 +114,35 @@ class RememberingLoss(nn.Module):
         if self.training:
             self.mean.mul_(0.5).add_(0.5 * model_output.loss.detach())
         return model_output.loss * self.mean
+
+
+class CountingLoss(nn.Module):
+    """The model's own loss and a hundredth for each call, whatever mode it is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return model_output.loss + 0.01 * self.calls
+
+
+class BrokenLoss(nn.Module):
+    """Breaks in one of several places."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self._break("init")
+
+    def bind_model(self, model: nn.Module, distributed_setup: Any) -> None:
+        self._break("bind")
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor) -> torch.Tensor:
+        self._break("forward")
+        return model_output.loss
+
+    def _break(self, here: str) -> None:
+        if self.where == here:
+            raise KeyError(f"no\nway in {here}")

@@ -167,3 +167,26 @@ def test_an_error_of_one_rank_ends_all_and_is_told_once(tmp_path):
     assert done.stderr.count("RuntimeError: the loss broke") == 1
     assert "rank 1" in done.stderr
     assert "Connection" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("init", "can't be built: KeyError: 'no\\nway in init'"),
+        ("bind", "BrokenLoss can't be bound to the model: KeyError"),
+        ("forward", "BrokenLoss can't be called on a tiny batch: KeyError"),
+    ],
+)
+def test_a_loss_that_breaks_before_the_first_step_is_told_in_a_line(tmp_path, where, message):
+    loss = f"--loss_fn={{_target_: tests.e2e.parts.BrokenLoss, where: {where}}}"
+    done = hp_train_here(str(recipe(tmp_path)), loss, "--trainer=text")
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert message in line
+    assert "; raised in parts.py, line " in line
+
+
+def test_a_step_that_teaches_nothing_is_told(tmp_path):
+    done = hp_train_here(str(recipe(tmp_path)), "--loss_fn={_target_: tests.e2e.parts.ZeroLoss}")
+    assert done.returncode == 0
+    assert "step 1: every gradient is 0, so nothing is learnt from it" in done.stdout

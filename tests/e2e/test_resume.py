@@ -49,6 +49,14 @@ def test_what_a_loss_remembers_goes_on_too(tmp_path, nproc):
     assert steps(rows)[4] != pytest.approx(steps(train(path, *SETTINGS, nproc=nproc, out=tmp_path / "plain"))[4])
 
 
+def test_an_evaluation_leaves_what_a_loss_remembers(tmp_path):
+    path = recipe(tmp_path)
+    common = ["--loss_fn={_target_: tests.e2e.parts.CountingLoss}", "--dataset.validation_rows=5"]
+    plain = train(path, *common, "--evaluation.at_end=false", out=tmp_path / "plain")
+    rows = train(path, *common, "--evaluation.every=2", out=tmp_path / "evaluated")
+    assert steps(rows) == steps(plain)
+
+
 def test_workers_change_nothing(tmp_path):
     path = recipe(tmp_path)
     plain = train(path, *SETTINGS, out=tmp_path / "plain")

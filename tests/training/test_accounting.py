@@ -114,6 +114,10 @@ def test_what_is_no_scalar_is_refused():
         loss_entries({"accuracy": torch.zeros(())}, LossContract(diagnostics=("accuracy",)), one)
     with pytest.raises(RunError, match=r"a value for each of the 1 rows.*got \(2,\)"):
         loss_entries(torch.zeros(2), LossContract("sample"), one)
+    with pytest.raises(RunError, match="the entry 'tokens' has the name of another metric; call it something else"):
+        loss_entries({"tokens": torch.zeros(())}, contract, one)
+    with pytest.raises(RunError, match="the entry 1 has no name"):
+        loss_entries({1: torch.zeros(())}, contract, one)
     with pytest.raises(RunError, match="is every parameter frozen"):
         zero_of([torch.zeros(1)])
 
@@ -195,6 +199,20 @@ def test_padding_and_rows_that_fill_up_are_no_real_tokens():
     one = MicroBatch.of({}, {**batch, "is_padding": is_padding})
     assert one.real_tokens.sum() == 3
     assert "is_padding" not in one.loss_inputs
+
+
+def test_an_entry_that_nothing_counts_still_reaches_all_outputs():
+    """Its head must have a gradient on every rank: FSDP2 adds up the gradients of a unit together."""
+    contract = LossContract("sum")
+    one = part("sum", labels=2, x_labels=0)
+    step_loss = StepLoss(contract, StepCounts({"labels": 2, "x_labels": 4}, {"labels": 2.0, "x_labels": 4.0}))
+    first, second = (torch.ones(3, requires_grad=True) for _ in range(2))
+    losses = {"loss": first.sum(), "x_loss": second.sum() * float("nan")}
+    total = step_loss.weigh(losses, {"logits": first * 1, "more": (second * 1, None)}, one)
+    total.backward()
+    assert first.grad.tolist() == [0.5, 0.5, 0.5]
+    assert second.grad.tolist() == [0.0, 0.0, 0.0]
+    assert step_loss.num_counted == 1
 
 
 def test_terms_of_a_step_are_added_as_they_are():

@@ -273,6 +273,71 @@ def test_losses_that_ship_pass_on_each_family(family: str, setup: DistributedSet
         assert found(loss_fn, setup, family) == Diagnosis()
 
 
+class Writes(Loss):
+    def forward(self, *, model_output: Any, labels: torch.Tensor, **columns: torch.Tensor) -> Any:
+        labels[labels == 2] = IGNORED
+        return super().forward(model_output=model_output, labels=labels, **columns)
+
+
+def test_a_loss_that_writes_into_its_labels_is_told(setup: DistributedSetup) -> None:
+    (error, *_) = found(Writes(lambda costs, _: costs.sum(), reduction="sum"), setup).errors
+    assert error.message == "Writes writes into 'labels', which others read, too"
+
+
+class DividesByNothing(nn.Module):
+    """A mean of each row, by a mask: 0 / 0 where a row has no target."""
+
+    reduction = "sample"
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor) -> torch.Tensor:
+        where = (labels != IGNORED).float()
+        log_p = model_output.logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return -(log_p * where).sum(1) / where.sum(1)
+
+
+def test_rows_whose_gradient_is_no_number_are_told(setup: DistributedSetup) -> None:
+    (error, *_) = found(DividesByNothing(), setup).errors
+    assert "has a gradient that is not finite where a row has no target" in error.message
+
+
+class Omits(Loss):
+    def forward(self, *, model_output: Any, labels: torch.Tensor, **columns: torch.Tensor) -> Any:
+        loss = super().forward(model_output=model_output, labels=labels)
+        return {"hard": loss, "easy": loss} if (labels != IGNORED).any() else {"hard": loss}
+
+
+def test_entries_that_are_not_always_there_are_told(setup: DistributedSetup) -> None:
+    errors = found(Omits(lambda costs, _: costs.sum(), reduction="sum"), setup).errors
+    assert "Omits returns the entries 'easy' for some batches only" in [one.message for one in errors]
+
+
+class Tone(nn.Module):
+    """Beside the next token a class of two for each position, from the same logits."""
+
+    reduction = "sum"
+    columns = ("tone_labels",)
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor, tone_labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        tone = nll(model_output.logits[..., :2], tone_labels).sum()
+        return {"loss": nll(model_output.logits, labels).sum(), "tone_loss": tone}
+
+
+def test_labels_of_few_classes_can_be_tried(setup: DistributedSetup) -> None:
+    assert found(Tone(), setup) == Diagnosis()
+
+
+def test_values_of_some_rows_alone_are_told(setup: DistributedSetup) -> None:
+    loss = Loss(lambda costs, where: costs.sum(1)[where.any(1)], reduction="sample")
+    (error, *_) = found(loss, setup).errors
+    assert "returned the shape (1,) for 3 rows, of which 1 have a target" in error.message
+
+
+@pytest.mark.parametrize(("name", "message"), [("lr", "'lr' has the name of another metric"), (1, "1 has no name")])
+def test_names_that_no_entry_can_have_are_told(name: Any, message: str, setup: DistributedSetup) -> None:
+    (error, *_) = found(Loss(lambda costs, _: {name: costs.sum()}, reduction="sum"), setup).errors
+    assert message in error.message
+
+
 def test_everything_is_told_at_once(setup: DistributedSetup) -> None:
     def function(costs: torch.Tensor, where: torch.Tensor, w: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"main_loss": costs[:, 1:].sum(), "size": costs.sum().detach()}

@@ -77,3 +77,8 @@ def test_a_loss_that_declares_nothing_is_handed_on_as_that():
 def test_two_entries_of_one_name_are_refused():
     with pytest.raises(RunError, match="Doubled has an entry 'more_loss' already"):
         Doubled(Doubled(nn.Identity())).with_entry({"more_loss": torch.ones(())}, "more_loss", torch.ones(()))
+
+
+def test_a_loss_that_was_not_built_is_refused():
+    with pytest.raises(TypeError, match=r"write super\(\).__init__\(loss.build\(\)\)"):
+        Doubled("causal_lm")

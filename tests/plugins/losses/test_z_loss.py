@@ -125,3 +125,8 @@ def test_so_is_one_around_it_and_the_recipe_s_place_is_told() -> None:
     with pytest.raises(InputError, match="returns no logits") as caught:
         ZLoss(around)
     assert caught.value.problems[0].path == "loss_fn.loss.loss"
+
+
+def test_two_z_losses_around_one_another_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="has a z-loss around it already"):
+        ZLoss(inner("hp_plugins.losses.z_loss.ZLoss", loss=inner()))
