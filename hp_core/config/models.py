@@ -104,7 +104,8 @@ class AcceleratorConfig(Section):
         "all have the same work, or one piece.",
     )
     ep_size: int = Field(1, ge=1, description="Ranks that share the experts of a mixture (expert parallelism).")
-    pp_size: int = Field(1, ge=1, description="Ranks that share the layers (pipeline parallelism).")
+
+    LATER: ClassVar[tuple[str, ...]] = ("pp_size", "sequence_parallel", "loss_parallel")
 
 
 class FsdpConfig(Section):

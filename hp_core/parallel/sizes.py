@@ -12,9 +12,6 @@ from hp_core.parallel.expert.count import indivisible, known_num_experts
 from hp_core.parallel.known import known_config
 from hp_core.parallel.plan.shapes import sizes_in_config
 
-# Techniques that this version has no implementation of.
-_LATER = ("pp_size",)
-
 
 @dataclass(frozen=True)
 class ParallelSizes:
@@ -66,10 +63,9 @@ def parallel_sizes(config: TrainerConfig, world_size: int) -> ParallelSizes:
     if problems:
         raise InputError(problems)
     accelerator = config.accelerator
-    sizes = {"pp": accelerator.pp_size, "cp": accelerator.cp_size, "tp": accelerator.tp_size, "ep": accelerator.ep_size}
-    num_data_ranks = world_size // (sizes["pp"] * sizes["cp"] * sizes["tp"])
-    replicate, shard = data_sizes(config.fsdp_config, num_data_ranks)
-    return ParallelSizes(dp_replicate=replicate, dp_shard=shard, **sizes)
+    cp, tp = accelerator.cp_size, accelerator.tp_size
+    replicate, shard = data_sizes(config.fsdp_config, world_size // (cp * tp))
+    return ParallelSizes(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=accelerator.ep_size)
 
 
 def check_sizes(config: TrainerConfig, world_size: int) -> None:
@@ -88,12 +84,6 @@ def check_sizes(config: TrainerConfig, world_size: int) -> None:
 
 
 def _problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
-    written = config.accelerator.model_dump()
-    later = [key for key in _LATER if written[key] > 1]
-    for key in later:
-        yield Problem("is not implemented in this version", path=f"accelerator.{key}", hint=f"remove {key!r}")
-    if later:
-        return
     try:
         num_data_ranks = _num_data_ranks(config.accelerator, world_size)
         data_sizes(config.fsdp_config, num_data_ranks)
@@ -134,7 +124,7 @@ def _expert_problems(config: TrainerConfig, num_data_ranks: int) -> Iterator[Pro
 
 
 def _num_data_ranks(config: AcceleratorConfig, world_size: int) -> int:
-    written = {"pp_size": config.pp_size, "cp_size": config.cp_size, "tp_size": config.tp_size}
+    written = {"cp_size": config.cp_size, "tp_size": config.tp_size}
     model = prod(written.values())
     if world_size % model:
         product = " x ".join(f"{key} {size}" for key, size in written.items() if size > 1)
