@@ -35,6 +35,8 @@ def told_of_the_loss(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
+        if "torch/distributed" in Path(frame.filename).as_posix():
+            raise  # another rank has failed, and will say why
         hint = f"raised in {Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
         raise InputError(Problem(f"{what}: {describe(error)}", path="loss_fn", hint=hint)) from error
 

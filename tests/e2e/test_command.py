@@ -238,7 +238,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path):
 
 def test_a_bug_of_ours_shows_a_traceback_and_exit_code_1(tmp_path):
     path = recipe(tmp_path)
-    done = hp_train(str(path), "--loss_fn={_target_: tests.e2e.parts.RaisingLoss, rank: 0, call: 1}")
+    done = hp_train(str(path), "--loss_fn={_target_: tests.e2e.parts.RaisingLoss, rank: 0, call: 2}")
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("RuntimeError: the loss broke")
 

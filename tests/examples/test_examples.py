@@ -24,7 +24,7 @@ REFUSALS = {
     "plan_overrides.replace_module component is named 'hp-fast-norm:fast_norm': "
     "the package 'hp-fast-norm' is not installed; pip install hp-fast-norm",
     "hp_focal_loss/recipe.yaml": "24:9: loss_fn.name: no loss_fn component is named 'hp-focal-loss:focal': "
-    "the package 'hp-focal-loss' is not installed; pip install hp-focal-loss",
+    "the package 'hp-focal-loss' is not installed; pip install hp-focal-loss, or did you mean 'hyperparallel:focal'?",
     "hp_focal_loss/recipe_with_plugin.yaml": "5:5: plugins[0]: no plugin is named 'hp-focal-loss:focal': "
     "the package 'hp-focal-loss' is not installed; pip install hp-focal-loss",
     "hp_lion/recipe.yaml": "27:9: optimizer.name: no optimizer component is named 'hp-lion:lion': "

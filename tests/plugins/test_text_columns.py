@@ -55,8 +55,8 @@ def test_columns_come_from_every_format(tmp_path: Path, ending: str) -> None:
     train = build(files=file, columns=["n", "w"]).train
     assert weighted_labels(train) == {("b", 0.5), ("d", 2.0), ("e", 2.0)}
     assert weighted_labels(train, "n") == {("b", 3.0), ("d", 4.0), ("e", 4.0)}
-    assert set(train[0]) == {"index", "input_ids", "labels", "position_ids", "w", "n"}
-    assert set(build(files=file).train[0]) == {"index", "input_ids", "labels", "position_ids"}
+    assert set(train[0]) == {"index", "input_ids", "labels", "position_ids", "is_padding", "w", "n"}
+    assert set(build(files=file).train[0]) == {"index", "input_ids", "labels", "position_ids", "is_padding"}
 
 
 def test_columns_come_from_the_hub(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ CAUGHT = [
     (broken.ClearsTheHead, None, ["arguments"], "bind_model: it changes the weight lm_head.weight of model"),
     (broken.Reseeds, None, ["arguments"], "on_step_end: it changes the random numbers of the run"),
     (broken.Freezes, None, ["arguments"], "on_train_start: it changes requires_grad in run.model"),
-    (broken.DropsLabels, None, ["arguments"], "prepare_model_inputs: it removes 'model_inputs.use_cache'"),
-    (broken.MasksTokens, None, ["arguments"], "prepare_model_inputs: it writes into 'loss_inputs.labels'"),
+    (broken.DropsLabels, None, ["arguments", "runs"], "prepare_model_inputs: it removes 'model_inputs.use_cache'"),
+    (broken.MasksTokens, None, ["arguments", "runs"], "prepare_model_inputs: it writes into 'loss_inputs.labels'"),
     (broken.Stumbles, None, ["runs"], "on_train_end raised KeyError"),
 ]
 
