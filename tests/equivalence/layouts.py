@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from hp_core.config.models import AcceleratorConfig, FsdpConfig
@@ -22,6 +24,13 @@ from hp_plugins.trainers.text import get_batch
 from tests.model.tiny import build
 
 NUM_ROWS = 4
+
+
+def beyond(values: Iterable[Any], *core: Any) -> list[Any]:
+    """Parameters of a test, of which all but the core are left to `pytest -m layouts`."""
+    return [value if value in core else pytest.param(value, marks=pytest.mark.layouts) for value in values]
+
+
 # Rows of three packed documents, with targets that differ in number between rows and halves of a row.
 DOCUMENTS = (7, 1, 8)
 

@@ -68,7 +68,7 @@ def alone(name: str) -> Found:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.layouts)])
 def test_a_step_is_that_of_one_process(name: str, layout: Layout) -> None:
     assert_same(found_on(CASES[name], layout), alone(name))
 
@@ -87,7 +87,7 @@ def test_a_step_of_mixtral_is_that_of_one_process() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.layouts)])
 def test_micro_batches_and_passes_that_run_again_change_nothing(name: str, layout: Layout) -> None:
     assert_same(found_on(CASES[name], layout), alone(name))
 
@@ -97,7 +97,7 @@ def test_experts_that_are_computed_one_by_one(layout: Layout) -> None:
     assert_same(found_on(Case("qwen3_moe", loss=EagerExperts), layout), alone("qwen3_moe"))
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.layouts)])
 @pytest.mark.parametrize("layout", [TWO, SHARED, FOUR, Layout(4, {"ep_size": 4}, checkpointing=True)], ids=str)
 def test_ranks_whose_experts_get_no_token_take_part(layout: Layout, eager: bool) -> None:
     case = Case("qwen3_moe", loss=OneForAll, arguments={"eager": eager})

@@ -11,6 +11,7 @@ ADAMW = ["--training.train_iters=5"]
 MUON = ["--optimizer={name: muon, lr: 0.02, adamw_lr: 1e-2}", "--training.train_iters=3"]
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(("settings", "tolerance"), [(ADAMW, 1e-5), (MUON, 5e-5)], ids=["adamw", "muon"])
 def test_weights_after_some_steps_agree(tmp_path, settings, tolerance):
     """Muon's iteration runs in bf16: gradients that differ in the last fp32 bit soon round apart, on any ranks."""
