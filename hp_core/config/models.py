@@ -93,6 +93,21 @@ class TrainingConfig(Section):
             yield Conflict(f"needs exactly one of train_iters, train_samples and train_epochs; {found} given")
 
 
+class AcceleratorConfig(Section):
+    """How one copy of the model is split over ranks. What is left of the ranks are data ranks."""
+
+    tp_size: int = Field(1, ge=1, description="Ranks that share each matrix (tensor parallelism).")
+    cp_size: int = Field(1, ge=1, description="Ranks that share each sequence (context parallelism).")
+    cp_layout: Literal["head_tail", "contiguous"] = Field(
+        "head_tail",
+        description="What a rank holds of a sequence: a chunk from the front and its counterpart from the end, so that "
+        "all have the same work, or one piece.",
+    )
+    ep_size: int = Field(1, ge=1, description="Ranks that share the experts of a mixture (expert parallelism).")
+
+    LATER: ClassVar[tuple[str, ...]] = ("pp_size", "sequence_parallel", "loss_parallel")
+
+
 class FsdpConfig(Section):
     """How parameters, gradients and optimizer states are split over the data ranks."""
 
@@ -241,6 +256,9 @@ class TrainerConfig(Section):
     dataset: DatasetConfig = Field(description="The data set and its tokenizer.")
     dataloader: DataLoaderConfig = Field(description="How batches are made.")
     training: TrainingConfig = Field(description="How long, how fast and how reproducibly to train.")
+    accelerator: AcceleratorConfig = Field(
+        AcceleratorConfig(), description="How one copy of the model is split over ranks."
+    )
     fsdp_config: FsdpConfig = Field(FsdpConfig(), description="How the model is split over the data ranks.")
     mixed_precision: MixedPrecisionConfig = Field(MixedPrecisionConfig(), description="The types to compute in.")
     plan_overrides: list[PlanOverride] = Field([], description="Changes to modules inside the model.")
@@ -251,7 +269,6 @@ class TrainerConfig(Section):
 
     LATER: ClassVar[tuple[str, ...]] = (
         "peft",
-        "accelerator",
         "activation_checkpoint",
         "activation_swap",
         "compile",

@@ -14,8 +14,10 @@ from hp_core.model.initialize import initialize_weights
 from hp_core.model.load import load_weights, weight_files
 from hp_core.model.replacement.layout import original_layout
 from hp_core.model.replacement.replacer import replace_modules
+from hp_core.parallel.context.attention import use_context_attention
 from hp_core.parallel.fsdp import DTYPES, shard_model
 from hp_core.parallel.setup import DistributedSetup
+from hp_core.parallel.tensor.apply import share_tensors
 
 
 def build_causal_lm(
@@ -63,6 +65,10 @@ def finish_model(
     """
     setup = distributed_setup
     replaced = replace_modules(model, setup)
+    if setup.sizes.cp > 1:
+        use_context_attention(model)
+    if setup.sizes.tp > 1:
+        share_tensors(model, setup)
     shard_model(model, setup)
     if files is None:
         model.to_empty(device=setup.device)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.modeling_utils import LoadStateDictConfig
 
 from hp_core.errors import ArgumentError
@@ -41,7 +44,7 @@ def load_weights(model: PreTrainedModel, files: list[str], *, dtype: torch.dtype
     config = LoadStateDictConfig(
         dtype=dtype,
         dtype_plan=model._get_dtype_plan(dtype),
-        weight_mapping=get_model_conversion_mapping(model, None, None),  # type: ignore[arg-type]
+        weight_mapping=_conversions(model),
     )
     # Without it transformers takes the DTensors for its own tensor parallelism and gathers them again.
     model._is_distributed_loading_by_transformers = True
@@ -60,6 +63,35 @@ def load_weights(model: PreTrainedModel, files: list[str], *, dtype: torch.dtype
     if info.unexpected_keys:
         unexpected = [f"{key} has no place in the model" for key in sorted(info.unexpected_keys)]
         raise ArgumentError("pretrained", "the weight files don't fit the model: " + _some(unexpected))
+
+
+def _conversions(model: PreTrainedModel) -> list[Any]:
+    """How transformers makes the model's tensors of those on disk, with the shapes of shards where it compares any."""
+    mapping: list[Any] = get_model_conversion_mapping(model, None, None)
+    for one in mapping:
+        if isinstance(one, WeightConverter):
+            one.operations = [
+                _TransposeOfShard(step.dim0, step.dim1) if isinstance(step, Transpose) and step.check_dims else step
+                for step in one.operations
+            ]
+    return mapping
+
+
+class _TransposeOfShard(Transpose):
+    """Transposes what has not the shape of this rank's part; transformers compares it with the whole parameter's."""
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]  # transformers types it as no_grad itself
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        parameter = kwargs["model"].get_parameter(kwargs["full_layer_name"])
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        target = self.get_target_pattern(input_dict, source_patterns, target_patterns)
+        found = next(iter(input_dict.values()))
+        tensor: torch.Tensor = found[0] if isinstance(found, list) else found
+        if tensor.shape != own.shape:
+            tensor = tensor.transpose(self.dim0, self.dim1).contiguous()
+        return {target: tensor}
 
 
 def _untied(model: PreTrainedModel, missing: set[str]) -> set[str]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hp_core.config.models import MixedPrecisionConfig
-from hp_core.errors import RunError
+from hp_core.errors import InputError, Problem, RunError
 from hp_core.model.units import blocks
+from hp_core.parallel.expert.experts import spread_experts
 from hp_core.parallel.setup import DistributedSetup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -25,11 +30,13 @@ def shard_model(model: nn.Module, setup: DistributedSetup) -> None:
     policy = mixed_precision_policy(setup.precision)
     if setup.world_size == 1 and policy is None:
         return
+    if setup.expert_mesh is not None:
+        _shard_experts(model, setup, setup.expert_mesh, policy or MixedPrecisionPolicy())
     units = [module for _, module in blocks(model)]
     for unit in [*units, model]:
         fully_shard(
             unit,
-            mesh=setup.mesh,
+            mesh=setup.fsdp_mesh,
             reshard_after_forward=setup.fsdp.reshard_after_forward and unit is not model,
             mp_policy=policy or MixedPrecisionPolicy(),
         )
@@ -38,6 +45,35 @@ def shard_model(model: nn.Module, setup: DistributedSetup) -> None:
             module.set_gradient_divide_factor(1.0)
             # A divide factor of one is refused by gloo as a scaled sum unless a plain sum is asked for.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_experts(model: nn.Module, setup: DistributedSetup, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Spread the experts over the ranks, and share each rank's own with the ranks that hold the same."""
+    shards = mesh["dp_replicate", "efsdp"]
+    for experts in spread_experts(model, mesh["ep"]):
+        fully_shard(
+            experts,
+            mesh=shards,
+            reshard_after_forward=setup.fsdp.reshard_after_forward,
+            # The block has cast its inputs already, and a router may weigh in fp32 on purpose.
+            mp_policy=replace(policy, cast_forward_inputs=False),
+            shard_placement_fn=partial(_expert_shards, num_shards=mesh.size(1)),
+        )
+
+
+def _expert_shards(parameter: nn.Parameter, num_shards: int) -> Shard:
+    """By expert, or where the rank's experts can't be divided, by the last dimension.
+
+    transformers reads the shards of fused experts off the files of single ones along these two dimensions alone.
+    """
+    assert isinstance(parameter, DTensor)
+    num_own, size = len(parameter.to_local()), parameter.shape[-1]
+    if num_own % num_shards == 0:
+        return Shard(0)
+    if parameter.ndim > 2 and size % num_shards == 0:
+        return Shard(parameter.ndim - 1)
+    message = f"{num_own} experts a rank, of size {size}, can't be shared by {num_shards} ranks"
+    raise InputError(Problem(message, path="accelerator.ep_size", hint="choose a larger ep_size"))
 
 
 def mixed_precision_policy(precision: MixedPrecisionConfig) -> MixedPrecisionPolicy | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_core.config.models import FsdpConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
+from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.environment import ProcessEnvironment
-from hp_core.parallel.sizes import check_sizes, data_sizes
+from hp_core.parallel.sizes import ParallelSizes, parallel_sizes
 
 if TYPE_CHECKING:
     from hp_core.model.replacement.replacer import ModuleReplacer
@@ -29,19 +30,28 @@ class DistributedSetup:
     It also carries what a model builder needs to finish a model: `fsdp`, `precision`, the `seed` of the weights and
     the `replacer` of modules.
 
-    `mesh` has the axes `dp_replicate` and `dp_shard`. `host_group` reduces numbers that live on the host (token
-    counts, metrics) without waiting for the accelerator; it spans all ranks.
+    `mesh` has the axes `pp`, `dp_replicate`, `fsdp` and `tp`; `fsdp`, over which parameters are sharded, is `dp_shard`
+    and `cp` together. `fsdp_mesh` has the two in the middle, and `cp_mesh` the ranks that share a sequence.
+    `expert_mesh`, where experts are spread, takes the ranks of `fsdp` apart: along `ep` they hold other experts, along
+    `efsdp` shards of the same; its first axis is `dp_replicate`.
+    `host_group` reduces numbers that live on the host (token counts, metrics) without waiting for the accelerator; it
+    spans all ranks.
     """
 
     environment: ProcessEnvironment
     device: torch.device
     backend: str
+    sizes: ParallelSizes
     mesh: DeviceMesh
+    fsdp_mesh: DeviceMesh
+    cp_mesh: DeviceMesh
     host_group: dist.ProcessGroup
+    accelerator: AcceleratorConfig
     fsdp: FsdpConfig
     precision: MixedPrecisionConfig
     seed: int
     replacer: ModuleReplacer | None = None
+    expert_mesh: DeviceMesh | None = None
 
     @property
     def rank(self) -> int:
@@ -54,37 +64,62 @@ class DistributedSetup:
         return self.environment.world_size
 
     @property
-    def dp_rank(self) -> int:
-        """This process's rank among the data ranks."""
-        return self.environment.rank
+    def dp_size(self) -> int:
+        """The number of data ranks: those that see different rows."""
+        return self.sizes.dp
 
     @property
-    def dp_size(self) -> int:
-        """The number of data ranks: processes that see different rows."""
-        return self.environment.world_size
+    def dp_rank(self) -> int:
+        """This process's rank among the data ranks."""
+        return self.axis_rank("dp_replicate") * self.sizes.dp_shard + self.axis_rank("dp_shard")
+
+    @property
+    def token_rank(self) -> int:
+        """This process's rank among those that see different tokens: data and context ranks."""
+        return self.dp_rank * self.sizes.cp + self.axis_rank("cp")
+
+    def axis_rank(self, axis: str) -> int:
+        """This process's rank along one axis of the dense mesh, read off its rank in the world."""
+        rank = self.rank
+        for name, size in reversed(self.sizes.dense.items()):
+            if name == axis:
+                return rank % size
+            rank //= size
+        raise KeyError(axis)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank speaks for its tokens: of the tensor ranks, which all have the same, the first does."""
+        return self.axis_rank("tp") == 0
 
     def sum_on_host(self, values: list[int]) -> list[int]:
-        """Sum integers over all ranks exactly (int64), without touching the accelerator."""
+        """Sum integers exactly (int64) over the ranks that count tokens, without touching the accelerator."""
         if self.world_size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64) * self.counts_tokens
         dist.all_reduce(tensor, group=self.host_group)
         return [int(value) for value in tensor.tolist()]
 
     def gather_on_host(self, values: list[float]) -> list[list[float]]:
-        """All ranks' rows of `values` (same length everywhere), by rank, in one collective."""
+        """The rows of `values` (same length everywhere) of the ranks that count tokens, by rank, in one collective."""
         if self.world_size == 1:
             return [list(values)]
         row = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
         dist.all_gather(rows, row, group=self.host_group)
-        return [[float(value) for value in row.tolist()] for row in rows]
+        # The tensor axis varies fastest.
+        return [[float(value) for value in row.tolist()] for row in rows[:: self.sizes.tp]]
 
     def sum_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum tensors of one dtype over all ranks, in one collective on the device. All ranks give the same shapes."""
+        """Sum tensors of one dtype over the ranks that count tokens, in one collective on the device.
+
+        All ranks give the same shapes.
+        """
         if self.world_size == 1 or not tensors:
             return list(tensors)
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        if not self.counts_tokens:
+            flat = torch.zeros_like(flat)
         dist.all_reduce(flat)
         sizes = [tensor.numel() for tensor in tensors]
         return [part.reshape(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors, strict=True)]
@@ -102,14 +137,15 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
     Raises:
         InputError: the sizes don't make the world, or the device or backend isn't there.
     """
-    check_sizes(config, environment.world_size)
+    sizes = parallel_sizes(config, environment.world_size)
     training = config.training
-    replicate, shard = data_sizes(config.fsdp_config, environment.world_size)
     device = _device(environment, training)
     backend = _backend(device, training)
     limit = timedelta(seconds=config.launch.timeout)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # A parameter that two axes share along one dimension is gathered in two steps; every rank would warn of it.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     dist.init_process_group(
         backend,
         store=_store(environment, limit),
@@ -119,22 +155,36 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
         device_id=device if backend == "nccl" else None,
     )
     try:
-        mesh = init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+        axes = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "fsdp": sizes.dp_shard * sizes.cp, "tp": sizes.tp}
+        mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        shared = mesh["fsdp"]._unflatten(0, (sizes.dp_shard, sizes.cp), ("dp_shard", "cp"))
         host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
         assert host_group is not None
         yield DistributedSetup(
             environment=environment,
             device=device,
             backend=backend,
+            sizes=sizes,
             mesh=mesh,
+            fsdp_mesh=mesh["dp_replicate", "fsdp"],
+            cp_mesh=shared["cp"],
             host_group=host_group,
+            accelerator=config.accelerator,
             fsdp=config.fsdp_config,
             precision=config.mixed_precision,
             seed=training.seed,
+            expert_mesh=_expert_mesh(mesh, sizes),
         )
     finally:
         # Never a collective here: when one rank fails, the others would wait for it.
         dist.destroy_process_group()
+
+
+def _expert_mesh(mesh: DeviceMesh, sizes: ParallelSizes) -> DeviceMesh | None:
+    if sizes.ep == 1:
+        return None
+    num_shards = sizes.dp_shard * sizes.cp // sizes.ep
+    return mesh["dp_replicate", "fsdp"]._unflatten(1, (num_shards, sizes.ep), ("efsdp", "ep"))
 
 
 def _device(environment: ProcessEnvironment, training: TrainingConfig) -> torch.device:

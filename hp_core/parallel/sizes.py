@@ -1,58 +1,161 @@
-"""The sizes of the data axes, checked against the number of processes before any is started."""
+"""The sizes of all parallel axes, checked against the number of processes before any is started."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import prod
 
-from hp_core.config.models import FsdpConfig, TrainerConfig
+from hp_core.config.models import AcceleratorConfig, FsdpConfig, TrainerConfig
 from hp_core.errors import InputError, Problem
+from hp_core.parallel.expert.count import indivisible, known_num_experts
+from hp_core.parallel.known import known_config
+from hp_core.parallel.plan.shapes import sizes_in_config
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """How many ranks share what. The axes of the dense mesh come first, in its order: the last varies fastest.
+
+    `ep` is no axis beside the others: its ranks are taken from those of `dp_shard`, `cp` and `tp`.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def dense(self) -> dict[str, int]:
+        """The axes of the dense mesh, outermost first."""
+        return {axis: size for axis, size in self.all.items() if axis != "ep"}
+
+    @property
+    def all(self) -> dict[str, int]:
+        """Every size by axis."""
+        return asdict(self)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return prod(self.dense.values())
+
+    @property
+    def dp(self) -> int:
+        """Data ranks: those that read different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def model(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.pp * self.cp * self.tp
+
+
+def parallel_sizes(config: TrainerConfig, world_size: int) -> ParallelSizes:
+    """The sizes that a recipe gives `world_size` ranks.
+
+    Raises:
+        InputError: with everything that doesn't fit, and what would.
+    """
+    problems = list(_problems(config, world_size))
+    if problems:
+        raise InputError(problems)
+    accelerator = config.accelerator
+    cp, tp = accelerator.cp_size, accelerator.tp_size
+    replicate, shard = data_sizes(config.fsdp_config, world_size // (cp * tp))
+    return ParallelSizes(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=accelerator.ep_size)
 
 
 def check_sizes(config: TrainerConfig, world_size: int) -> None:
-    """Refuse sizes that don't fit `world_size` ranks, all of them at once.
+    """Refuse sizes that don't fit `world_size` ranks or the recipe's model, all of them at once.
 
     Raises:
         InputError: with what would work, for each.
     """
     problems = list(_problems(config, world_size))
+    num_experts, ep_size = known_num_experts(config.model), config.accelerator.ep_size
+    if num_experts is not None and (problem := indivisible(num_experts, ep_size)):
+        problems.append(problem)
+    problems += sizes_in_config(known_config(config.model)).problems(config.accelerator.tp_size)
     if problems:
         raise InputError(problems)
 
 
 def _problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
     try:
-        data_sizes(config.fsdp_config, world_size)
+        num_data_ranks = _num_data_ranks(config.accelerator, world_size)
+        data_sizes(config.fsdp_config, num_data_ranks)
     except InputError as error:
         yield from error.problems
+        return
+    yield from _expert_problems(config, num_data_ranks)
     training = config.training
-    share = world_size * training.micro_batch_size
+    share = num_data_ranks * training.micro_batch_size
     if training.global_batch_size % share:
         below = training.global_batch_size // share * share
         works = f"{below} or {below + share}" if below else f"{share}"
+        kind = "data rank" if config.accelerator != AcceleratorConfig() else "rank"
         yield Problem(
             f"{training.global_batch_size} rows can't be cut into micro-batches of {training.micro_batch_size} on "
-            f"{world_size} rank{'s' * (world_size > 1)}",
+            f"{num_data_ranks} {kind}{'s' * (num_data_ranks > 1)}",
             path="training.global_batch_size",
             hint=f"use a multiple of {share}: {works}",
         )
 
 
-def data_sizes(config: FsdpConfig, world_size: int) -> tuple[int, int]:
-    """`(dp_replicate_size, dp_shard_size)` for `world_size` ranks.
+def _expert_problems(config: TrainerConfig, num_data_ranks: int) -> Iterator[Problem]:
+    accelerator = config.accelerator
+    ep_size, path = accelerator.ep_size, "accelerator.ep_size"
+    if ep_size == 1:
+        return
+    if accelerator.tp_size > 1:
+        message = "expert and tensor parallelism are not implemented together in this version"
+        yield Problem(message, path=path, hint="remove 'ep_size' or 'tp_size'")
+        return
+    _, shard = data_sizes(config.fsdp_config, num_data_ranks)
+    ranks = shard * accelerator.cp_size
+    if ranks % ep_size:
+        works = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        holders = f"dp_shard_size {shard} x cp_size {accelerator.cp_size}"
+        message = f"{ep_size} does not divide {holders}, the ranks that experts can be spread over"
+        yield Problem(message, path=path, hint=f"ep_size that would: {works}")
+
+
+def _num_data_ranks(config: AcceleratorConfig, world_size: int) -> int:
+    written = {"cp_size": config.cp_size, "tp_size": config.tp_size}
+    model = prod(written.values())
+    if world_size % model:
+        product = " x ".join(f"{key} {size}" for key, size in written.items() if size > 1)
+        works = ", ".join(str(n * model) for n in range(1, 5))
+        message = (
+            f"{product} needs a multiple of {model} ranks, and there {'is' if world_size == 1 else 'are'} {world_size}"
+        )
+        fitting = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        hint = f"start {works} … ranks, or make the product one of {', '.join(map(str, fitting))}"
+        raise InputError(Problem(message, path="accelerator", hint=hint))
+    return world_size // model
+
+
+def data_sizes(config: FsdpConfig, num_data_ranks: int) -> tuple[int, int]:
+    """`(dp_replicate_size, dp_shard_size)` for so many data ranks.
 
     Raises:
-        InputError: the product is not the world size; the message lists what would work.
+        InputError: the product is another number; the message lists what would work.
     """
     replicate = config.dp_replicate_size
     shard = config.dp_shard_size
-    if shard is None and world_size % replicate == 0:
-        shard = world_size // replicate
-    if shard is None or replicate * shard != world_size:
-        works = ", ".join(f"{n} x {world_size // n}" for n in range(1, world_size + 1) if world_size % n == 0)
+    if shard is None and num_data_ranks % replicate == 0:
+        shard = num_data_ranks // replicate
+    if shard is None or replicate * shard != num_data_ranks:
+        works = ", ".join(
+            f"{n} x {num_data_ranks // n}" for n in range(1, num_data_ranks + 1) if num_data_ranks % n == 0
+        )
         written = f"dp_replicate_size {replicate}" + ("" if shard is None else f" x dp_shard_size {shard}")
         raise InputError(
             Problem(
-                f"{written} does not make {world_size} ranks",
+                f"{written} does not make {num_data_ranks} ranks",
                 path="fsdp_config",
                 hint=f"replicate x shard that would: {works}",
             )

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hp_core.config.models import FsdpConfig, LaunchConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
+from hp_core.config.models import (
+    AcceleratorConfig,
+    FsdpConfig,
+    LaunchConfig,
+    MixedPrecisionConfig,
+    TrainerConfig,
+    TrainingConfig,
+)
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.setup import DistributedSetup, distributed
 
@@ -15,6 +22,7 @@ from hp_core.parallel.setup import DistributedSetup, distributed
 def tiny_setup(
     environment: ProcessEnvironment | None = None,
     *,
+    accelerator: AcceleratorConfig | None = None,
     fsdp: FsdpConfig | None = None,
     precision: MixedPrecisionConfig | None = None,
     seed: int = 7,
@@ -23,6 +31,7 @@ def tiny_setup(
     """The setup of a CPU run whose recipe says only this; `environment` is what `run_ranks` hands each rank."""
     sections: dict[str, Any] = {
         "training": TrainingConfig(train_iters=1, seed=seed, device="cpu"),
+        "accelerator": accelerator or AcceleratorConfig(),
         "fsdp_config": fsdp or FsdpConfig(),
         "mixed_precision": precision or MixedPrecisionConfig(),
         "launch": LaunchConfig(timeout=timeout),

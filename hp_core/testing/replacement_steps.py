@@ -21,7 +21,7 @@ from hp_core.model.build import finish_model
 from hp_core.model.export import original_tensors
 from hp_core.model.load import weight_files
 from hp_core.model.replacement.contract import ReplacementContext, transforms_of
-from hp_core.model.replacement.replacer import ModuleReplacer, context_of, layer_index_of, parallel_sizes
+from hp_core.model.replacement.replacer import ModuleReplacer, context_of, layer_index_of
 from hp_core.model.replacement.transforms import names_of
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.testing.checks import whole
@@ -83,7 +83,7 @@ class ReplacementCase:
 
     def context(self, model: PreTrainedModel, fqn: str, setup: DistributedSetup) -> ReplacementContext:
         """What the engine tells the factory about the module of this name."""
-        context = context_of(model, parallel_sizes(setup), setup)
+        context = context_of(model, setup.sizes.all, setup)
         return dataclasses.replace(context, layer_index=layer_index_of(fqn), target=self.target)
 
 

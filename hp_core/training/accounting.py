@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -299,9 +299,18 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_of(item)
 
 
+@runtime_checkable
+class _MovesToDevice(Protocol):
+    """A tensor, or something that is made of tensors."""
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Any:
+        """The same on the device."""
+        ...
+
+
 def on_device(value: Any, device: torch.device) -> Any:
     """Tensors of a (nested) batch on `device`; everything else as it is."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, _MovesToDevice):
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
         return {name: on_device(item, device) for name, item in value.items()}

@@ -15,7 +15,9 @@ from hp_core.config import TrainerConfig
 from hp_core.data.order import GlobalOrder, StepBatches, evaluation_batches
 from hp_core.data.protocols import Datasets, MeshContext, RowDataset
 from hp_core.errors import RunError
+from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.fsdp import require_sharded
+from hp_core.parallel.ready import require_split
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepCounts, StepLoss, count_step, on_device
 from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer, require_each_once, require_savable
@@ -85,9 +87,9 @@ class BaseTrainer:
     # Stages, in build order.
 
     def _setup(self) -> None:
-        """Take the processes and meshes of the run, and seed: dropout differs between data ranks."""
+        """Take the processes and meshes of the run, and seed: dropout differs by token rank."""
         self.setup = self.run.setup
-        seed_everything(self.config.training.seed, self.setup.dp_rank)
+        seed_everything(self.config.training.seed, self.setup.token_rank)
         checkpoint = self.run.directory.checkpoint
         if checkpoint is not None:
             self.run.state = RunState.from_dict(checkpoint.trainer_state()["state"])
@@ -103,7 +105,7 @@ class BaseTrainer:
             compile_config=None,
         )
         self.model = as_module(built, "model")
-        require_sharded(self.model, self.setup)
+        require_split(self.model, self.setup)
         if self.setup.replacer is not None:
             self.setup.replacer.require_applied()
             self.run.record(replaced_modules=self.setup.replacer.summaries)
@@ -297,7 +299,10 @@ class BaseTrainer:
         return Passes(self.model, self.loss_fn, self._outputs_of, self.postforward)
 
     def _micro_batch(self, iterator: Iterator[Any]) -> MicroBatch:
-        return MicroBatch.of(*self.get_batch(iterator), self.contract)
+        inputs = self.get_batch(iterator)
+        if self.setup.sizes.cp > 1:
+            inputs = own_part(*inputs, self.setup)
+        return MicroBatch.of(*inputs, self.contract)
 
     def _outputs_of(self, micro_batch: MicroBatch) -> tuple[Any, dict[str, Any]]:
         model_inputs, loss_inputs = self.preforward(micro_batch)

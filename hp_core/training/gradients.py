@@ -60,10 +60,10 @@ def local_part(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _copies(gradient: torch.Tensor, setup: DistributedSetup) -> int:
-    if not isinstance(gradient, DTensor):
-        return setup.world_size
-    copies = 1
-    for axis, placement in enumerate(gradient.placements):
-        if isinstance(placement, Replicate):
-            copies *= gradient.device_mesh.size(axis)
-    return copies
+    """How many ranks hold the same elements. A mesh spans some of a stage's ranks; along the others all is the same."""
+    parts = 1
+    if isinstance(gradient, DTensor):
+        for axis, placement in enumerate(gradient.placements):
+            if not isinstance(placement, Replicate):
+                parts *= gradient.device_mesh.size(axis)
+    return setup.world_size // setup.sizes.pp // parts

@@ -49,6 +49,9 @@ def checked_loss(built: Any, run: Run) -> tuple[nn.Module, LossContract]:
     """
     loss_fn = as_module(built, "loss_fn").to(run.setup.device)
     contract = contract_of(loss_fn)
+    if contract.reduction == "sample" and run.setup.sizes.cp > 1:
+        message = f"{type(loss_fn).__name__} gives a value for each row, and context parallelism cuts rows"
+        raise InputError(Problem(message, path="loss_fn", hint="write accelerator.cp_size: 1"))
     require_loss_call(loss_fn, contract.columns)
     require_without_parameters(loss_fn)
     return loss_fn, contract

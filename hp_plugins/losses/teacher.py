@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hp_core import Target
 from hp_core.errors import InputError
+from hp_core.parallel.context.attention import require_context_attention
 from hp_core.parallel.fsdp import reshard
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.built import as_module
@@ -75,6 +76,7 @@ class Teacher:
             compile_config=None,
         )
         model = as_module(built, target.section).requires_grad_(False).eval()
+        require_context_attention(model, setup)
         with told_as(target, "the logits of a teacher are computed from its head, some tokens at a time"):
             head = LossHead.of(model)
             transform = measure_transform(model, head)

@@ -153,6 +153,22 @@ def replicas(bench: Bench) -> bool:
     return (manifest(outcome.directory)["world"]["dp_replicate"], len(outcome.rows)) == (2, 3)
 
 
+def shared_among(axis: str, *base: str) -> Callable[[Bench], bool]:
+    def check(bench: Bench) -> bool:
+        alone, shared = bench.run(*base), bench.run(*base, f"--accelerator.{axis}_size=2", nproc=2)
+        same = shared.losses() == pytest.approx(alone.losses(), abs=1e-5)
+        return same and manifest(shared.directory)["world"][axis] == 2
+
+    return check
+
+
+def layouts_of_sequences(bench: Bench) -> bool:
+    """Other parts of the sequence draw other dropout."""
+    base = ("--accelerator.cp_size=2", "--model.config.attention_dropout=0.5")
+    plain, changed = (bench.run(*base, *more, nproc=2) for more in ((), ("--accelerator.cp_layout=contiguous",)))
+    return plain.losses() != changed.losses()
+
+
 def shards(bench: Bench) -> bool:
     outcome = bench.run("--fsdp_config={dp_shard_size: 1, dp_replicate_size: 2}", nproc=2)
     return manifest(outcome.directory)["world"]["dp_shard"] == 1
@@ -370,6 +386,11 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     ),
     "training.stop_after": lambda bench: bench.run("--training.stop_after=1").checkpoints() == ["step_00000001"],
     "fsdp_config.dp_shard_size": shards,
+    **{
+        f"accelerator.{axis}_size": shared_among(axis, *base)
+        for axis, base in (("tp", ()), ("cp", ()), ("ep", (EXPERTS,)))
+    },
+    "accelerator.cp_layout": layouts_of_sequences,
     "fsdp_config.dp_replicate_size": replicas,
     "fsdp_config.reshard_after_forward": resharding,
     "mixed_precision.param_dtype": losses_differ("--mixed_precision.param_dtype=bfloat16"),

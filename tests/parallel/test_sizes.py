@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hp_core.config.models import FsdpConfig
+from hp_core.config.target import Target
 from hp_core.errors import InputError
+from hp_core.parallel.known import known_config
+from hp_core.parallel.plan.shapes import sizes_in_config
 from hp_core.parallel.sizes import data_sizes
 
 
@@ -33,3 +36,29 @@ def test_sizes_that_do_not_make_the_world_come_with_those_that_do(replicate, sha
     assert problem.path == "fsdp_config"
     assert problem.message == message
     assert problem.hint == f"replicate x shard that would: {works}"
+
+
+def problems_of(tmp_path, **model):
+    """What is wrong with three tensor ranks, with the model of a directory and what the recipe writes on top."""
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "num_key_value_heads": 3}')
+    target = Target("model", "hp.models", name="causal_lm", arguments=model)
+    return [problem.message for problem in sizes_in_config(known_config(target)).problems(3)]
+
+
+def test_what_tensor_ranks_share_is_read_off_the_recipe_and_the_model_s_directory(tmp_path):
+    shared = "8 attention heads can't be shared by 3 ranks"
+    assert problems_of(tmp_path, pretrained=str(tmp_path)) == [shared]
+    assert problems_of(tmp_path, pretrained=str(tmp_path), config={"num_attention_heads": 9}) == []
+    assert problems_of(tmp_path, config={"num_attention_heads": 8}) == [
+        shared,
+        "8 key and value heads can't be shared by 3 ranks",
+    ]
+    assert problems_of(tmp_path, pretrained="some/model") == []
+    assert problems_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["no json", "[1]"])
+def test_a_configuration_that_can_not_be_read_is_left_to_building(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    target = Target("model", "hp.models", name="causal_lm", arguments={"pretrained": str(tmp_path)})
+    assert known_config(target) == {}

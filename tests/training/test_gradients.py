@@ -9,10 +9,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from hp_core.config.models import AcceleratorConfig
+from hp_core.parallel.sizes import ParallelSizes
+from hp_core.parallel.tiny import tiny_setup
 from hp_core.testing.ranks import run_ranks
 from hp_core.training.gradients import clip, norm_and_count
 
-ALONE = SimpleNamespace(world_size=1, device=torch.device("cpu"))
+ALONE = SimpleNamespace(world_size=1, sizes=ParallelSizes(), device=torch.device("cpu"))
 
 
 def parameters_with(*gradients: torch.Tensor) -> list[torch.nn.Parameter]:
@@ -58,7 +61,7 @@ def mixed_placements(environment):
     parameters[0].grad, parameters[1].grad = sharded, replicated
     plain = torch.nn.Parameter(torch.zeros(4))
     plain.grad = torch.full((4,), 6.0)
-    setup = SimpleNamespace(world_size=2, device=torch.device("cpu"))
+    setup = SimpleNamespace(world_size=2, sizes=ParallelSizes(dp_shard=2), device=torch.device("cpu"))
     rank = environment.rank
     without = norm_and_count(parameters, torch.tensor(rank), setup)
     everything = [*parameters, plain]
@@ -74,3 +77,18 @@ def test_sharded_replicated_and_plain_gradients_count_once():
         assert without == (pytest.approx(5.0), 1)
         assert norm == pytest.approx(13.0)
         assert after == pytest.approx(1.0, abs=1e-6)
+
+
+def on_tensor_ranks(environment):
+    with tiny_setup(environment, accelerator=AcceleratorConfig(tp_size=2)) as setup:
+        both = setup.mesh["dp_replicate", "fsdp", "tp"]
+        sharded = distribute_tensor(torch.tensor([[2.0, 2.0], [2.0, 2.0]]), both, [Replicate(), Shard(0), Shard(1)])
+        by_data = distribute_tensor(torch.tensor([5.0, 0.0]), setup.fsdp_mesh, [Replicate(), Shard(0)])
+        on_all = distribute_tensor(torch.tensor([8.0]), both, [Replicate(), Shard(0), Replicate()])
+        return norm_and_count(parameters_with(sharded, by_data, on_all), torch.tensor(0), setup)
+
+
+def test_tensor_ranks_count_what_they_all_hold_once():
+    """Squares 16 (one element a rank), 25 (the same on two ranks) and 64."""
+    for norm, _ in run_ranks(on_tensor_ranks, 4):
+        assert norm == pytest.approx(105.0**0.5)

@@ -60,7 +60,7 @@ class ModuleReplacer:
         Raises:
             InputError: with every problem of the phase that found any; the model is as it was.
         """
-        sizes = parallel_sizes(setup)
+        sizes = MappingProxyType(setup.sizes.all)
         rules = [Rule(i, one) for i, one in enumerate(self.overrides) if one.replace_module is not None]
         active = [rule for rule in rules if is_active(rule.override, sizes)]
         claims = claim(model, active, [rule for rule in rules if rule not in active])
@@ -149,12 +149,6 @@ def replace_modules(model: nn.Module, distributed_setup: DistributedSetup) -> tu
     """
     replacer = distributed_setup.replacer
     return () if replacer is None else replacer.apply(model, distributed_setup)
-
-
-def parallel_sizes(setup: DistributedSetup) -> Mapping[str, int]:
-    """Return the parallel sizes of a run by axis."""
-    data = {name: setup.mesh[name].size() for name in ("dp_replicate", "dp_shard")}
-    return MappingProxyType({**data, "tp": 1, "cp": 1, "ep": 1, "pp": 1})
 
 
 def is_active(override: PlanOverride, sizes: Mapping[str, int]) -> bool:

@@ -93,5 +93,5 @@ def token_by_token(
 def reluctant_teacher(*, distributed_setup: DistributedSetup) -> nn.Module:
     """A teacher that gives its gathered weights back after each forward pass."""
     model = tiny_model("llama", seed=1)
-    fully_shard(model, mesh=distributed_setup.mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=distributed_setup.fsdp_mesh, reshard_after_forward=True)
     return model

@@ -1,0 +1,75 @@
+"""Finding the experts of a mixture by their structure, and spreading them over the ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from hp_core.errors import InputError, Problem
+from hp_core.parallel.expert.count import indivisible
+from hp_core.parallel.expert.dispatch import Dispatch, num_experts_of
+
+# What the forward of a module of experts takes; gpt-oss has other words for the same.
+_ARGUMENTS = (
+    ("hidden_states", "top_k_index", "top_k_weights"),
+    ("hidden_states", "router_indices", "routing_weights"),
+)
+_PATH = "accelerator.ep_size"
+_HINT = "remove 'ep_size'"
+
+
+def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    """Leave each rank of `mesh`, of one axis, its part of the experts of every layer of `model`, in place.
+
+    Returns the modules that hold them. Their parameters, whole on every rank before or on the meta device, become
+    DTensors sharded by expert, and their forward sends tokens to the experts' ranks.
+
+    Raises:
+        InputError: the model has no experts, or holds them in a way that is not understood, or their number doesn't
+            divide.
+    """
+    found = dict(_experts_of(model))
+    if not found:
+        message = f"{type(model).__name__} holds no experts in fused parameters"
+        raise InputError(Problem(message, path=_PATH, hint=_HINT))
+    problems = [problem for fqn, module in found.items() for problem in _problems(fqn, module, mesh.size())]
+    if problems:
+        raise InputError(problems[:1])
+    for module in found.values():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            own = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+        module.forward = Dispatch(module, module.forward, mesh.get_group())
+    return list(found.values())
+
+
+def _experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that hold a matrix for each of their experts in one parameter."""
+    for fqn, module in model.named_modules():
+        number = num_experts_of(module)
+        if any(one.ndim > 2 and len(one) == number for one in module.parameters(recurse=False)):
+            yield fqn, module
+
+
+def _problems(fqn: str, module: nn.Module, num_ranks: int) -> Iterator[Problem]:
+    number = num_experts_of(module)
+    assert number is not None
+    where = f"{fqn}: {type(module).__name__}"
+    takes = tuple(inspect.signature(module.forward).parameters)
+    others = [
+        name
+        for name, parameter in module.named_parameters()
+        if "." in name or not parameter.ndim or len(parameter) != number
+    ]
+    if takes not in _ARGUMENTS:
+        message = f"{where} can't be spread: its forward takes ({', '.join(takes)}), not ({', '.join(_ARGUMENTS[0])})"
+        yield Problem(message, path=_PATH, hint=_HINT)
+    elif others:
+        message = f"{where} can't be spread: {others[0]!r} belongs to no single expert"
+        yield Problem(message, path=_PATH, hint=_HINT)
+    elif problem := indivisible(number, num_ranks):
+        yield problem

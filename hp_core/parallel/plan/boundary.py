@@ -1,0 +1,151 @@
+"""A sharding plan as plain data: boundaries, the placements of their parameters, the collectives at their edges."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+Kind = Literal["attention", "mlp", "replicated"]
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """Where a parameter lies on the tensor axis, and what its gradient is there before FSDP sums it.
+
+    Attributes:
+        name: the name within the boundary's module.
+        shape: the whole parameter's.
+        shard_dim: the dimension that is cut evenly; None keeps it whole on every rank.
+        partial: each rank's gradient is a part of the sum. Always False where `shard_dim` is set.
+        num_slices: 1, or of how many slices along dimension 0 a rank computes with one although it holds all: several
+            ranks share a slice.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shard_dim: int | None = None
+    partial: bool = False
+    num_slices: int = 1
+
+    @property
+    def placement(self) -> str:
+        """The placement in the words of the sharding contract."""
+        return "replicate" if self.shard_dim is None else f"shard({self.shard_dim})"
+
+    def __str__(self) -> str:
+        shape = ", ".join(map(str, self.shape))
+        notes = [f"computes 1 of {self.num_slices} slices"] if self.num_slices > 1 else []
+        notes += ["gradient partial"] if self.partial else []
+        return f"{self.name} [{shape}]: {self.placement}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective at an edge of a boundary: `features` numbers for each token, in one of the two passes."""
+
+    name: str
+    direction: Literal["forward", "backward"]
+    features: int
+    itemsize: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What a rank puts in, for each token of its micro-batch."""
+        return self.features * self.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.direction}, {self.bytes_per_token:,} bytes a token"
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A module whose parameters and edges are planned as one.
+
+    Attributes:
+        fqn: its name in the model.
+        kind: `attention` and `mlp` compute on their own shards between two collectives; `replicated` computes the same
+            on every tensor rank.
+        module_type: the class's name.
+        parameters: those of the module that no other boundary has.
+        input: what happens to the gradient of its input.
+        output: what happens to the output of `row`.
+        row: the child whose output the ranks add up.
+        kv_groups: query heads that share a key and value head on a rank, where that differs from the model's.
+        note: why an attention or an MLP is replicated.
+    """
+
+    fqn: str
+    kind: Kind
+    module_type: str
+    parameters: tuple[ParameterPlan, ...]
+    input: Collective | None = None
+    output: Collective | None = None
+    row: str | None = None
+    kv_groups: int | None = None
+    note: str = ""
+
+    def lines(self) -> Iterator[str]:
+        """The boundary in words, without its name."""
+        yield self.kind + (f": {self.note}" if self.note else "")
+        yield from (f"  {parameter}" for parameter in self.parameters)
+        if self.input is not None:
+            yield f"  input: {self.input}"
+        if self.output is not None:
+            yield f"  output of {self.row}: {self.output}"
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """How a model lies on its `tp_size` tensor ranks: every parameter is in exactly one boundary."""
+
+    tp_size: int
+    boundaries: tuple[Boundary, ...]
+
+    @property
+    def shared(self) -> tuple[Boundary, ...]:
+        """The boundaries that are not replicated."""
+        return tuple(one for one in self.boundaries if one.kind != "replicated")
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What a rank puts into collectives, forward and backward, for each token."""
+        edges = (edge for one in self.boundaries for edge in (one.input, one.output))
+        return sum(edge.bytes_per_token for edge in edges if edge is not None)
+
+    def explain(self, fqn: str | None = None) -> str:
+        """The plan as text, layers that are planned alike together; with `fqn`, that boundary alone.
+
+        Raises:
+            KeyError: there is no boundary of that name.
+        """
+        chosen = self.boundaries if fqn is None else [one for one in self.boundaries if one.fqn == fqn]
+        if not chosen:
+            raise KeyError(f"no boundary {fqn!r}")
+        lines = [f"tensor parallelism over {self.tp_size} ranks: {self.bytes_per_token:,} bytes a token in collectives"]
+        for alike in _alike(chosen):
+            first, *details = alike[0].lines()
+            lines.append(f"{_joined([one.fqn for one in alike])} ({alike[0].module_type}): {first}")
+            lines.extend(details)
+        return "\n".join(lines)
+
+
+def _alike(boundaries: Sequence[Boundary]) -> list[list[Boundary]]:
+    """Boundaries that differ in the number of their layer alone, in the order of the first of each."""
+
+    def key(one: Boundary) -> tuple[str, ...]:
+        return (_numberless(one.fqn), one.module_type, *one.lines())
+
+    order = {name: index for index, name in reversed(list(enumerate(map(key, boundaries))))}
+    ordered = sorted(boundaries, key=lambda one: order[key(one)])
+    return [list(group) for _, group in groupby(ordered, key)]
+
+
+def _numberless(fqn: str) -> str:
+    return re.sub(r"\b\d+\b", "*", fqn)
+
+
+def _joined(fqns: Sequence[str]) -> str:
+    return fqns[0] or "(model)" if len(fqns) == 1 else f"{_numberless(fqns[0])}, {len(fqns)} times"

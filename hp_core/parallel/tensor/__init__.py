@@ -1,0 +1,1 @@
+"""Tensor parallelism: the ranks of a group share the heads and features of each layer."""

@@ -1,0 +1,132 @@
+"""The forward of a shared module: its own code, on this rank's parts of its parameters.
+
+The parts take the parameters' places while the module runs. So whatever code computes with them, a replacement's too,
+works on plain local tensors, and nothing of it is dispatched through DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+
+from hp_core.parallel.plan.boundary import ParameterPlan
+from hp_core.parallel.tensor.collectives import copy_to_ranks, sum_over_ranks
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank computes with in place of a parameter: the module that holds it, its name there, its plan."""
+
+    owner: nn.Module
+    name: str
+    plan: ParameterPlan
+    tp_rank: int
+    tp_size: int
+
+    def local(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The part, a plain tensor; its gradient reaches the parameter in the parameter's layout.
+
+        FSDP sums a gradient that is partial over the tensor ranks before it shards it.
+        """
+        assert isinstance(parameter, DTensor)
+        if self.plan.shard_dim is not None:
+            return parameter.to_local()
+        whole = parameter.to_local(grad_placements=[Partial()])
+        if self.plan.num_slices == 1:
+            return whole
+        length = whole.shape[0] // self.plan.num_slices
+        start = self.tp_rank * self.plan.num_slices // self.tp_size * length
+        return whole[start : start + length]
+
+
+@runtime_checkable
+class DropsAttention(Protocol):
+    """An attention of transformers, which drops its weights with this probability while it trains."""
+
+    attention_dropout: float
+    training: bool
+
+
+class SharedForward:
+    """Takes the place of a region's forward: the gradients of its inputs are summed over the ranks."""
+
+    def __init__(self, module: nn.Module, parts: Sequence[Part], group: dist.ProcessGroup) -> None:
+        self._module = module
+        self._forward: Callable[..., Any] = module.forward
+        self._parts = tuple(parts)
+        self._group = group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own forward on this rank's parts."""
+        values = [self._copied(value) for value in args]
+        named = {name: self._copied(value) for name, value in kwargs.items()}
+        own = {(part.owner, part.name): part for part in self._parts}
+        replaced = {place: part.local(_parameter(*place)) for place, part in own.items()}
+        with _in_place(replaced), self._random_numbers():
+            return self._forward(*values, **named)
+
+    def _random_numbers(self) -> AbstractContextManager[None]:
+        module = self._module
+        drops = isinstance(module, DropsAttention) and module.training and module.attention_dropout > 0
+        return own_random_numbers(self._group.rank()) if drops else nullcontext()
+
+    def _copied(self, value: Any) -> Any:
+        is_learnt = isinstance(value, torch.Tensor) and value.requires_grad
+        return copy_to_ranks(value, self._group) if is_learnt else value
+
+
+class RowForward:
+    """Takes the place of the forward of a region's last projection: its outputs are summed, its bias added once."""
+
+    def __init__(self, linear: nn.Linear, group: dist.ProcessGroup) -> None:
+        self._linear = linear
+        self._forward: Callable[..., torch.Tensor] = linear.forward
+        self._group = group
+
+    def __call__(self, features: torch.Tensor) -> torch.Tensor:
+        """Project this rank's features and add up those of all."""
+        bias = self._linear.bias
+        if bias is None:
+            return sum_over_ranks(self._forward(features), self._group)
+        with _in_place({(self._linear, "bias"): None}):
+            projected = self._forward(features)
+        return sum_over_ranks(projected, self._group) + bias
+
+
+@contextmanager
+def own_random_numbers(tp_rank: int) -> Iterator[None]:
+    """Other random numbers on each tensor rank, whose heads are others; afterwards all go on alike.
+
+    Outside a region tensor ranks must drop the same, so they share one stream.
+    """
+    seed = int(torch.randint(2**62, ()))
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed + tp_rank)
+        yield
+
+
+def _parameter(owner: nn.Module, name: str) -> torch.Tensor:
+    parameter = owner._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+@contextmanager
+def _in_place(tensors: Mapping[tuple[nn.Module, str], torch.Tensor | None]) -> Iterator[None]:
+    """Let modules compute with other tensors than their parameters, which they have back afterwards."""
+    kept = {(owner, name): owner._parameters[name] for owner, name in tensors}
+    try:
+        for (owner, name), tensor in tensors.items():
+            owner._parameters[name] = tensor  # type: ignore[assignment]  # a part is no nn.Parameter
+        yield
+    finally:
+        for (owner, name), parameter in kept.items():
+            owner._parameters[name] = parameter

@@ -1,0 +1,93 @@
+"""Whole runs on tensor ranks: optimizers, clipping, evaluation and checkpoints give what one process gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.runs import hp_train_here, recipe, steps, train
+
+TP2 = "--accelerator.tp_size=2"
+ADAMW = ["--training.train_iters=5"]
+MUON = ["--optimizer={name: muon, lr: 0.02, adamw_lr: 1e-2}", "--training.train_iters=3"]
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(("settings", "tolerance"), [(ADAMW, 1e-5), (MUON, 5e-5)], ids=["adamw", "muon"])
+def test_weights_after_some_steps_agree(tmp_path, settings, tolerance):
+    """Muon's iteration runs in bf16: gradients that differ in the last fp32 bit soon round apart, on any ranks."""
+    path = recipe(tmp_path, "qwen3")
+    alone = train(path, *settings, out=tmp_path / "alone")
+    for nproc in (2, 4):
+        rows = train(path, *settings, TP2, nproc=nproc, out=tmp_path / str(nproc))
+        assert steps(rows) == pytest.approx(steps(alone), abs=tolerance)
+        assert steps(rows, "grad_norm")[:2] == pytest.approx(steps(alone, "grad_norm")[:2], rel=1e-5)
+        assert steps(rows, "tokens") == steps(alone, "tokens")
+
+
+def test_gradients_are_clipped_to_the_norm_of_all_ranks(tmp_path):
+    path = recipe(tmp_path, "qwen3")
+    settings = ["--training.max_grad_norm=0.1", "--optimizer={name: sgd, lr: 1.0}", "--training.train_iters=3"]
+    alone = train(path, *settings, out=tmp_path / "alone")
+    rows = train(path, *settings, TP2, nproc=4, out=tmp_path / "four")
+    assert steps(rows) == pytest.approx(steps(alone), abs=1e-6)
+    assert min(steps(rows, "grad_norm")) > 0.1
+
+
+def test_evaluation_counts_each_token_once(tmp_path):
+    path = recipe(tmp_path)
+    settings = ["--dataset.validation_rows=8", "--dataset.validation_silent=[3]", "--training.train_iters=1"]
+    alone = train(path, *settings, out=tmp_path / "alone")[-1]
+    for nproc in (2, 4):
+        found = train(path, *settings, TP2, nproc=nproc, out=tmp_path / str(nproc))[-1]
+        assert found["eval_tokens"] == alone["eval_tokens"]
+        assert found["eval_loss"] == pytest.approx(alone["eval_loss"], abs=1e-6)
+
+
+LAYOUTS = {"one": (1, []), "tp2": (2, [TP2]), "fsdp2": (2, []), "fsdp2 tp2": (4, [TP2])}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("tp2", "one"), ("one", "tp2"), ("fsdp2 tp2", "fsdp2"), ("fsdp2", "fsdp2 tp2")]
+)
+@pytest.mark.parametrize("family", ["qwen3"])
+def test_a_run_goes_on_with_another_number_of_tensor_ranks(tmp_path, family, first, second):
+    path = recipe(tmp_path, family)
+    unbroken = train(path, out=tmp_path / "unbroken")
+    out = tmp_path / "broken"
+    (nproc, layout), (next_nproc, next_layout) = LAYOUTS[first], LAYOUTS[second]
+    train(path, *layout, "--training.stop_after=3", nproc=nproc, out=out)
+    rows = train(path, *next_layout, "--checkpoint.resume=latest", nproc=next_nproc, out=out)
+    assert steps(rows, "step") == list(range(1, 7))
+    assert steps(rows) == pytest.approx(steps(unbroken), abs=1e-5)
+
+
+def test_stop_and_go_on_tensor_ranks_is_exact_with_dropout(tmp_path):
+    path = recipe(tmp_path)
+    settings = ["--model.config.attention_dropout=0.2", TP2]
+    unbroken = train(path, *settings, nproc=2, out=tmp_path / "unbroken")
+    out = tmp_path / "broken"
+    train(path, *settings, "--training.stop_after=3", nproc=2, out=out)
+    rows = train(path, *settings, "--checkpoint.resume=latest", nproc=2, out=out)
+    assert steps(rows) == steps(unbroken)
+    assert steps(rows, "grad_norm") == steps(unbroken, "grad_norm")
+
+
+@pytest.mark.parametrize(
+    ("changes", "messages"),
+    [
+        (
+            ["--launch.nproc=3", "--accelerator.tp_size=3", "--model.config.intermediate_size=50"],
+            [
+                "accelerator.tp_size: 4 attention heads can't be shared by 3 ranks; use 1 or 2",
+                "accelerator.tp_size: 2 key and value heads can't be shared by 3 ranks; use 1 or 2",
+                "accelerator.tp_size: an MLP of width 50 can't be shared by 3 ranks; use 1 or 2",
+            ],
+        ),
+        (["--launch.nproc=3", TP2], ["accelerator: tp_size 2 needs a multiple of 2 ranks, and there are 3"]),
+    ],
+)
+def test_what_can_not_be_shared_is_told_before_a_process_starts(tmp_path, changes, messages):
+    done = hp_train_here("check", str(recipe(tmp_path)), *changes)
+    assert done.returncode == 2
+    for message in messages:
+        assert message in done.stderr

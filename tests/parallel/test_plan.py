@@ -1,0 +1,195 @@
+"""The sharding plan: read off a model on meta, complete, and refused where it can't be carried out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from hp_core.errors import InputError
+from hp_core.model.tiny import auto_class, tiny_config
+from hp_core.parallel.plan.derive import derive_plan
+from hp_core.parallel.plan.shapes import SharedSizes, sizes_in_config
+
+
+def skeleton(family="llama", **values):
+    from transformers import AutoConfig
+
+    config = {**tiny_config(family), **values}
+    with torch.device("meta"):
+        settings = AutoConfig.for_model(config.pop("model_type"), **config)
+        return auto_class(settings.model_type).from_config(settings)
+
+
+def placements(plan, fqn):
+    (boundary,) = [one for one in plan.boundaries if one.fqn == fqn]
+    return {one.name: (one.placement, one.partial) for one in boundary.parameters}
+
+
+FAMILIES = ["llama", "llama_tied", "qwen3", "qwen3_moe", "deepseek_v3", "gemma2", "qwen3_vl", "qwen3_vl_moe"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_is_in_exactly_one_boundary(family):
+    model = skeleton(family)
+    plan = derive_plan(model, 2)
+    named = [f"{one.fqn}.{parameter.name}" for one in plan.boundaries for parameter in one.parameters]
+    assert sorted(named) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_norms_of_single_heads_have_partial_gradients():
+    plan = derive_plan(skeleton("qwen3"), 2)
+    assert placements(plan, "model.layers.1.self_attn") == {
+        "q_proj.weight": ("shard(0)", False),
+        "k_proj.weight": ("shard(0)", False),
+        "v_proj.weight": ("shard(0)", False),
+        "o_proj.weight": ("shard(1)", False),
+        "q_norm.weight": ("replicate", True),
+        "k_norm.weight": ("replicate", True),
+    }
+    assert placements(plan, "model.layers.1.input_layernorm") == {"weight": ("replicate", False)}
+
+
+def test_latent_attention_is_cut_by_heads():
+    plan = derive_plan(skeleton("deepseek_v3"), 4)
+    assert placements(plan, "model.layers.0.self_attn") == {
+        "q_a_proj.weight": ("replicate", True),
+        "q_a_layernorm.weight": ("replicate", True),
+        "q_b_proj.weight": ("shard(0)", False),
+        "kv_a_proj_with_mqa.weight": ("replicate", True),
+        "kv_a_layernorm.weight": ("replicate", True),
+        "kv_b_proj.weight": ("shard(0)", False),
+        "o_proj.weight": ("shard(1)", False),
+    }
+    assert placements(plan, "model.layers.1.mlp.shared_experts")["down_proj.weight"] == ("shard(1)", False)
+    assert placements(plan, "model.layers.1.mlp.experts")["gate_up_proj"] == ("replicate", False)
+
+
+def test_fewer_key_and_value_heads_than_ranks_are_held_by_several():
+    plan = derive_plan(skeleton(num_attention_heads=8, num_key_value_heads=2), 4)
+    attention = next(one for one in plan.shared if one.kind == "attention")
+    slices = {one.name: (one.num_slices, one.partial) for one in attention.parameters}
+    assert slices["k_proj.weight"] == slices["v_proj.weight"] == (2, True)
+    assert slices["q_proj.weight"] == (1, False)
+    # Two query heads a rank share the one head of keys; in the whole model four do.
+    assert attention.kv_groups == 2
+
+
+def test_the_bias_of_a_row_projection_is_whole():
+    plan = derive_plan(skeleton(attention_bias=True, mlp_bias=True), 2)
+    assert placements(plan, "model.layers.0.self_attn")["q_proj.bias"] == ("shard(0)", False)
+    assert placements(plan, "model.layers.0.self_attn")["o_proj.bias"] == ("replicate", False)
+
+
+def test_bytes_are_those_of_the_hidden_state_at_each_edge():
+    """Two layers of two regions, each with an all-reduce of 32 floats in either direction."""
+    assert derive_plan(skeleton(), 2).bytes_per_token == 2 * 2 * 2 * 32 * 4
+    assert derive_plan(skeleton().to(torch.bfloat16), 2).bytes_per_token == 2 * 2 * 2 * 32 * 2
+
+
+def test_everything_that_does_not_divide_comes_at_once_with_what_would():
+    with pytest.raises(InputError) as caught:
+        derive_plan(skeleton(num_attention_heads=8, num_key_value_heads=4, intermediate_size=44), 3)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "accelerator.tp_size: 8 attention heads can't be shared by 3 ranks; use 1, 2 or 4",
+        "accelerator.tp_size: 4 key and value heads can't be shared by 3 ranks; use 1, 2 or 4",
+        "accelerator.tp_size: an MLP of width 44 can't be shared by 3 ranks; use 1, 2 or 4",
+    ]
+
+
+def test_a_model_with_fused_projections_alone_is_refused():
+    with pytest.raises(InputError, match="GPT2LMHeadModel has no attention or MLP that ranks can share"):
+        derive_plan(skeleton("gpt2"), 2)
+
+
+def test_what_sees_all_heads_at_once_stays_whole_and_says_so():
+    model = skeleton("qwen3")
+    model.model.layers[0].self_attn.q_norm.weight = nn.Parameter(torch.empty(32, device="meta"))
+    plan = derive_plan(model, 2)
+    boundary = next(one for one in plan.boundaries if one.fqn == "model.layers.0.self_attn")
+    assert (boundary.kind, boundary.note) == ("replicated", "q_norm.weight is no parameter of a single head")
+    assert placements(plan, "model.layers.0.self_attn.q_proj") == {"weight": ("replicate", False)}
+    assert next(one for one in plan.boundaries if one.fqn == "model.layers.1.self_attn").kind == "attention"
+
+
+def test_a_number_for_each_head_is_not_taken_for_a_norm_of_one():
+    """Where there are as many heads as a head has features, both have the same shape."""
+    model = skeleton("qwen3", num_attention_heads=8, num_key_value_heads=8, head_dim=8)
+    model.model.layers[0].self_attn.sinks = nn.Parameter(torch.empty(8, device="meta"))
+    boundary = next(one for one in derive_plan(model, 2).boundaries if one.fqn == "model.layers.0.self_attn")
+    assert (boundary.kind, boundary.note) == ("replicated", "sinks is no parameter of a single head")
+    assert [one.name for one in boundary.parameters] == ["sinks"]
+
+
+def test_an_mlp_that_compares_its_features_stays_whole_and_says_so():
+    model = skeleton()
+    model.model.layers[1].mlp.activation_sparsity = 0.95
+    boundary = next(one for one in derive_plan(model, 2).boundaries if one.fqn == "model.layers.1.mlp")
+    assert (boundary.kind, boundary.note) == ("replicated", "its activation compares all features")
+
+
+def test_an_attention_with_fused_projections_stays_whole_and_says_so():
+    model = skeleton()
+    attention = model.model.layers[0].self_attn
+    attention.qkv_proj = attention.q_proj
+    del attention.q_proj, attention.k_proj, attention.v_proj
+    boundary = next(one for one in derive_plan(model, 2).boundaries if one.fqn == "model.layers.0.self_attn")
+    assert (boundary.kind, boundary.note) == ("replicated", "its projections are fused, or not linear")
+
+
+def test_explain_prints_layers_that_are_planned_alike_once():
+    plan = derive_plan(skeleton("qwen3"), 2)
+    text = plan.explain()
+    assert text.startswith("tensor parallelism over 2 ranks: 1,024 bytes a token in collectives\n")
+    assert text.count("Qwen3Attention") == 1
+    assert (
+        "model.layers.*.mlp, 2 times (Qwen3MLP): mlp\n"
+        "  gate_proj.weight [48, 32]: shard(0)\n"
+        "  up_proj.weight [48, 32]: shard(0)\n"
+        "  down_proj.weight [32, 48]: shard(1)\n"
+        "  input: all_reduce in backward, 128 bytes a token\n"
+        "  output of down_proj: all_reduce in forward, 128 bytes a token\n"
+    ) in text
+    assert "  q_norm.weight [8]: replicate (gradient partial)" in plan.explain("model.layers.1.self_attn")
+    with pytest.raises(KeyError, match=r"no boundary .model\.layers."):
+        plan.explain("model.layers")
+
+
+def test_a_plan_is_data_and_changes_nothing():
+    model = skeleton()
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    assert derive_plan(model, 2) == derive_plan(model, 2)
+    assert hash(derive_plan(model, 2)) == hash(derive_plan(model, 2))
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        derive_plan(model, 2).tp_size = 4
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ({"num_attention_heads": 8, "intermediate_size": 40}, SharedSizes(frozenset({(8, 8)}), frozenset({40}))),
+        ({"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2}}, SharedSizes(frozenset({(8, 2)}))),
+        # The width is that of dense layers, which a mixture need not have.
+        ({"num_experts": 4, "intermediate_size": 41}, SharedSizes()),
+        # Latent attention has keys and values for every head.
+        ({"kv_lora_rank": 8, "num_attention_heads": 4, "num_key_value_heads": 1}, SharedSizes(frozenset({(4, 4)}))),
+        ({"n_head": 4}, SharedSizes()),
+    ],
+)
+def test_what_a_configuration_says(config, sizes):
+    assert sizes_in_config(config) == sizes
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3", "qwen3_vl"])
+@pytest.mark.parametrize("tp_size", [2, 3, 4, 8])
+def test_the_configuration_refuses_nothing_that_the_model_would_not(family, tp_size):
+    problems = sizes_in_config(tiny_config(family)).problems(tp_size)
+    if not problems:
+        derive_plan(skeleton(family), tp_size)
+        return
+    with pytest.raises(InputError) as caught:
+        derive_plan(skeleton(family), tp_size)
+    assert {one.message for one in problems} <= {one.message for one in caught.value.problems}
