@@ -99,7 +99,7 @@ def shown(console: Console) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console._console.file.getvalue())
 
 
-def test_a_terminal_gets_a_bar_and_lines_above_it(terminal):
+def test_a_terminal_gets_a_bar_and_lines_above_it(terminal, clock):
     with terminal.training(first_step=2, num_steps=10):
         terminal.row(ROW)
         terminal.say("step 3: saved [somewhere]")
