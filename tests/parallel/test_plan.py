@@ -25,7 +25,7 @@ def skeleton(family="llama", **values):
 
 def placements(plan, fqn):
     (boundary,) = [one for one in plan.boundaries if one.fqn == fqn]
-    return {one.name: (one.placement, one.partial) for one in boundary.parameters}
+    return {one.name: (str(one.placement), one.partial) for one in boundary.parameters}
 
 
 FAMILIES = ["llama", "llama_tied", "qwen3", "qwen3_moe", "deepseek_v3", "gemma2", "qwen3_vl", "qwen3_vl_moe"]
@@ -149,8 +149,8 @@ def test_explain_prints_layers_that_are_planned_alike_once():
         "  gate_proj.weight [48, 32]: shard(0)\n"
         "  up_proj.weight [48, 32]: shard(0)\n"
         "  down_proj.weight [32, 48]: shard(1)\n"
-        "  input: all_reduce in backward, 128 bytes a token\n"
-        "  output of down_proj: all_reduce in forward, 128 bytes a token\n"
+        "  input x: replicate -> replicate: all_reduce in backward, 128 bytes a token\n"
+        "  output down_proj: partial -> replicate: all_reduce in forward, 128 bytes a token\n"
     ) in text
     assert "  q_norm.weight [8]: replicate (gradient partial)" in plan.explain("model.layers.1.self_attn")
     with pytest.raises(KeyError, match=r"no boundary .model\.layers."):

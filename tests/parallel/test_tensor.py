@@ -139,7 +139,7 @@ def drops_on_ranks(environment):
     with a_setup(environment, accelerator=TP2) as setup:
         torch.manual_seed(setup.token_rank)
         module = Dropping()
-        module.forward = SharedForward(module, [], setup.mesh["tp"].get_group())
+        module.forward = SharedForward(module, [], [], setup.mesh["tp"].get_group())
         hidden = torch.zeros(1)
         trained = [module(hidden).tolist() for _ in range(2)]
         return trained, torch.rand(3).tolist(), module.eval()(hidden).tolist()

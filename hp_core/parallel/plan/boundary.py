@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from hp_core.parallel.plan.edge import REPLICATE, Edge, Placement, shard
+
 Kind = Literal["attention", "mlp", "replicated"]
 
 
@@ -31,9 +33,9 @@ class ParameterPlan:
     num_slices: int = 1
 
     @property
-    def placement(self) -> str:
-        """The placement in the words of the sharding contract."""
-        return "replicate" if self.shard_dim is None else f"shard({self.shard_dim})"
+    def placement(self) -> Placement:
+        """Where it lies, in the words of the sharding contract."""
+        return REPLICATE if self.shard_dim is None else shard(self.shard_dim)
 
     def __str__(self) -> str:
         shape = ", ".join(map(str, self.shape))
@@ -43,35 +45,17 @@ class ParameterPlan:
 
 
 @dataclass(frozen=True)
-class Collective:
-    """A collective at an edge of a boundary: `features` numbers for each token, in one of the two passes."""
-
-    name: str
-    direction: Literal["forward", "backward"]
-    features: int
-    itemsize: int
-
-    @property
-    def bytes_per_token(self) -> int:
-        """What a rank puts in, for each token of its micro-batch."""
-        return self.features * self.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.name} in {self.direction}, {self.bytes_per_token:,} bytes a token"
-
-
-@dataclass(frozen=True)
 class Boundary:
     """A module whose parameters and edges are planned as one.
 
     Attributes:
         fqn: its name in the model.
-        kind: `attention` and `mlp` compute on their own shards between two collectives; `replicated` computes the same
-            on every tensor rank.
+        kind: `attention` and `mlp` compute on their own shards between their edges; `replicated` computes the same on
+            every tensor rank.
         module_type: the class's name.
         parameters: those of the module that no other boundary has.
-        input: what happens to the gradient of its input.
-        output: what happens to the output of `row`.
+        inputs: what happens to the inputs of its forward, and to their gradients.
+        output: what happens to its output: that of `row` where there is one, else of the module itself.
         row: the child whose output the ranks add up.
         kv_groups: query heads that share a key and value head on a rank, where that differs from the model's.
         note: why an attention or an MLP is replicated.
@@ -81,20 +65,24 @@ class Boundary:
     kind: Kind
     module_type: str
     parameters: tuple[ParameterPlan, ...]
-    input: Collective | None = None
-    output: Collective | None = None
+    inputs: tuple[Edge, ...] = ()
+    output: Edge | None = None
     row: str | None = None
     kv_groups: int | None = None
     note: str = ""
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Those of the inputs and of the output."""
+        return self.inputs if self.output is None else (*self.inputs, self.output)
 
     def lines(self) -> Iterator[str]:
         """The boundary in words, without its name."""
         yield self.kind + (f": {self.note}" if self.note else "")
         yield from (f"  {parameter}" for parameter in self.parameters)
-        if self.input is not None:
-            yield f"  input: {self.input}"
+        yield from (f"  input {edge}" for edge in self.inputs)
         if self.output is not None:
-            yield f"  output of {self.row}: {self.output}"
+            yield f"  output {self.output}"
 
 
 @dataclass(frozen=True)
@@ -111,9 +99,9 @@ class ShardingPlan:
 
     @property
     def bytes_per_token(self) -> int:
-        """What a rank puts into collectives, forward and backward, for each token."""
-        edges = (edge for one in self.boundaries for edge in (one.input, one.output))
-        return sum(edge.bytes_per_token for edge in edges if edge is not None)
+        """The sizes of the tensors in all collectives, forward and backward, for each token."""
+        collectives = (one for boundary in self.boundaries for edge in boundary.edges for one in edge.collectives)
+        return sum(one.bytes_per_token for one in collectives)
 
     def explain(self, fqn: str | None = None) -> str:
         """The plan as text, layers that are planned alike together; with `fqn`, that boundary alone.

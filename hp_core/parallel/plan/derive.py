@@ -6,6 +6,7 @@ region each rank has its own heads or features, so a parameter that all of them 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -13,7 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hp_core.errors import InputError, Problem
-from hp_core.parallel.plan.boundary import Boundary, Collective, ParameterPlan, ShardingPlan
+from hp_core.parallel.plan.boundary import Boundary, ParameterPlan, ShardingPlan
+from hp_core.parallel.plan.edge import PARTIAL, REPLICATE, Edge
 from hp_core.parallel.plan.roles import (
     KV_PROJECTIONS,
     LATENT_PARTS,
@@ -148,8 +150,8 @@ def _shared(region: _Region, roles: Roles, tp_size: int, seen: _Seen) -> Boundar
         "mlp" if region.heads is None else "attention",
         type(region.module).__name__,
         parameters,
-        Collective("all_reduce", "backward", _input_features(region.module, roles), itemsize),
-        Collective("all_reduce", "forward", roles.row_linear.out_features, itemsize),
+        _inputs(region.module, roles, itemsize),
+        Edge(roles.row, PARTIAL, REPLICATE, roles.row_linear.out_features, itemsize),
         roles.row,
         kv_groups,
     )
@@ -168,7 +170,10 @@ def _placed(roles: Roles, name: str, parameter: nn.Parameter, tp_size: int, kv_h
     return ParameterPlan(name, shape, shard_dim=0)
 
 
-def _input_features(module: nn.Module, roles: Roles) -> int:
-    """What a token brings into a region: of latent attention, too, the widest of what its projections take."""
+def _inputs(module: nn.Module, roles: Roles, itemsize: int) -> tuple[Edge, ...]:
+    """The hidden states that a region computes with: what its forward takes first."""
     linears = {name: one for name, one in module.named_children() if isinstance(one, nn.Linear)}
-    return max(one.in_features for name, one in linears.items() if name != roles.row)
+    # Latent attention expands what it is given, so a projection may take more.
+    features = max(one.in_features for name, one in linears.items() if name != roles.row)
+    name = next(iter(inspect.signature(module.forward).parameters))
+    return (Edge(name, REPLICATE, REPLICATE, features, itemsize, is_shared=True),)

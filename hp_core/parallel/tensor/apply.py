@@ -61,8 +61,9 @@ def _apply(module: nn.Module, boundary: Boundary, tp_mesh: DeviceMesh) -> None:
         module.num_key_value_groups = boundary.kv_groups
     row = module.get_submodule(boundary.row or "")
     assert isinstance(row, nn.Linear)
-    row.forward = RowForward(row, group)  # type: ignore[method-assign, assignment]  # an instance's own forward
-    module.forward = SharedForward(module, parts, group)
+    assert boundary.output is not None
+    row.forward = RowForward(row, boundary.output, group)  # type: ignore[method-assign, assignment]  # an instance's own forward
+    module.forward = SharedForward(module, parts, boundary.inputs, group)
 
 
 def _distributed(parameter: nn.Parameter, plan: ParameterPlan, tp_mesh: DeviceMesh) -> DTensor:

@@ -1,4 +1,4 @@
-"""The two ends of a region that tensor ranks share: each is an all-reduce in one pass and nothing in the other."""
+"""Conversions between the placements of a tensor on a group of ranks, with those of its gradient."""
 
 from __future__ import annotations
 
@@ -6,41 +6,97 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+
+from hp_core.parallel.plan.edge import Edge, Placement, conversion
+
+try:
+    from torch.distributed import all_gather_single, reduce_scatter_single
+except ImportError:  # their names before torch 2.13
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
 
-def copy_to_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`tensor` itself, whose gradient is summed over the ranks: each computes with it for its own share."""
-    copied: torch.Tensor = _CopyToRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return copied
+def cross(tensor: torch.Tensor, edge: Edge, group: dist.ProcessGroup, length: int | None = None) -> torch.Tensor:
+    """`tensor` on the other side of `edge`; its gradient comes back as the edge says. Every rank of `group` calls it.
+
+    A dimension that doesn't divide is cut into parts of one size, the last ones filled up with zeros.
+
+    Args:
+        tensor: as it lies at `edge.src`.
+        edge: what changes.
+        group: the ranks that hold the tensor.
+        length: what the cut dimension is gathered to; None where no part was filled up.
+    """
+    if edge.src == edge.dst and not edge.is_shared:
+        return tensor
+    crossed: torch.Tensor = _Crossed.apply(tensor, edge, group, length)  # type: ignore[no-untyped-call]
+    return crossed
 
 
-def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of all ranks' `tensor`s, whose gradient each of them gets."""
-    summed: torch.Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return summed
-
-
-class _CopyToRanks(torch.autograd.Function):
+class _Crossed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(
+        ctx: Any, tensor: torch.Tensor, edge: Edge, group: dist.ProcessGroup, length: int | None
+    ) -> torch.Tensor:
+        ctx.edge, ctx.group = edge, group
+        ctx.length = tensor.shape[edge.dst.dim] if edge.dst.dim is not None else None
+        return converted(tensor, edge.src, edge.dst, group, length)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        src, dst = ctx.edge.gradient
+        return converted(outer[0], src, dst, ctx.group, ctx.length), None, None, None
+
+
+def converted(
+    tensor: torch.Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup, length: int | None = None
+) -> torch.Tensor:
+    """`tensor`, which lies as `src`, as `dst`; without a gradient. See `cross`.
+
+    Raises:
+        ValueError: nothing makes one of the other.
+    """
+    kind = conversion(src, dst)
+    if kind is None:
         return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor, None]:
+    if kind == "all_reduce":
         # A gradient may be a view that others read, too.
-        gradient = outer[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         summed = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=group)
         return summed
+    if src.dim is not None and dst.dim is not None:
+        return _exchanged(tensor, src.dim, dst.dim, group, length)
+    if src.dim is not None:
+        return _gathered(tensor, src.dim, group, length)
+    assert dst.dim is not None
+    parts = _filled_up(tensor, dst.dim, group.size())
+    own = parts.new_empty((len(parts) // group.size(), *parts.shape[1:]))
+    if kind == "slice":
+        own.copy_(parts.narrow(0, group.rank() * len(own), len(own)))
+    else:
+        reduce_scatter_single(own, parts.contiguous(), group=group)
+    return own.movedim(0, dst.dim)
 
-    @staticmethod
-    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return outer[0], None
+
+def _filled_up(tensor: torch.Tensor, dim: int, num_parts: int) -> torch.Tensor:
+    """`dim` first, and a multiple of `num_parts`."""
+    first = tensor.movedim(dim, 0)
+    missing = -len(first) % num_parts
+    return F.pad(first, (*(0, 0) * (first.ndim - 1), 0, missing)) if missing else first
+
+
+def _gathered(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup, length: int | None) -> torch.Tensor:
+    own = tensor.movedim(dim, 0).contiguous()
+    whole = own.new_empty((group.size() * len(own), *own.shape[1:]))
+    all_gather_single(whole, own, group=group)
+    return whole[:length].movedim(0, dim)
+
+
+def _exchanged(tensor: torch.Tensor, src: int, dst: int, group: dist.ProcessGroup, length: int | None) -> torch.Tensor:
+    parts = _filled_up(tensor, dst, group.size()).contiguous()
+    came = torch.empty_like(parts)
+    dist.all_to_all_single(came, parts, group=group)
+    by_rank = [part.movedim(0, dst) for part in came.chunk(group.size())]
+    whole = torch.cat(by_rank, dim=src)
+    return whole if length is None else whole.narrow(src, 0, length)

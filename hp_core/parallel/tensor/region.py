@@ -6,9 +6,11 @@ works on plain local tensors, and nothing of it is dispatched through DTensor.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,7 +19,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from hp_core.parallel.plan.boundary import ParameterPlan
-from hp_core.parallel.tensor.collectives import copy_to_ranks, sum_over_ranks
+from hp_core.parallel.plan.edge import REPLICATE, Edge
+from hp_core.parallel.tensor.collectives import cross
+
+# Of a learnt input that the plan does not name each rank uses its own share, too.
+_LEARNT = Edge("", REPLICATE, REPLICATE, 0, 0, is_shared=True)
 
 
 @dataclass(frozen=True)
@@ -55,18 +61,22 @@ class DropsAttention(Protocol):
 
 
 class SharedForward:
-    """Takes the place of a region's forward: the gradients of its inputs are summed over the ranks."""
+    """Takes the place of a region's forward: its inputs cross the edges of the plan, and it computes on its parts."""
 
-    def __init__(self, module: nn.Module, parts: Sequence[Part], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, module: nn.Module, parts: Sequence[Part], inputs: Sequence[Edge], group: dist.ProcessGroup
+    ) -> None:
         self._module = module
         self._forward: Callable[..., Any] = module.forward
+        self._names = tuple(inspect.signature(module.forward).parameters)
         self._parts = tuple(parts)
+        self._edges = {edge.name: edge for edge in inputs}
         self._group = group
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward on this rank's parts."""
-        values = [self._copied(value) for value in args]
-        named = {name: self._copied(value) for name, value in kwargs.items()}
+        values = [self._crossed(name, value) for name, value in zip_longest(self._names[: len(args)], args)]
+        named = {name: self._crossed(name, value) for name, value in kwargs.items()}
         own = {(part.owner, part.name): part for part in self._parts}
         replaced = {place: part.local(_parameter(*place)) for place, part in own.items()}
         with _in_place(replaced), self._random_numbers():
@@ -77,27 +87,32 @@ class SharedForward:
         drops = isinstance(module, DropsAttention) and module.training and module.attention_dropout > 0
         return own_random_numbers(self._group.rank()) if drops else nullcontext()
 
-    def _copied(self, value: Any) -> Any:
-        is_learnt = isinstance(value, torch.Tensor) and value.requires_grad
-        return copy_to_ranks(value, self._group) if is_learnt else value
+    def _crossed(self, name: str | None, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        edge = self._edges.get(name or "")
+        if edge is None and value.requires_grad:
+            edge = _LEARNT
+        return value if edge is None else cross(value, edge, self._group)
 
 
 class RowForward:
-    """Takes the place of the forward of a region's last projection: its outputs are summed, its bias added once."""
+    """Takes the place of the forward of a region's last projection: its outputs are summands, its bias added once."""
 
-    def __init__(self, linear: nn.Linear, group: dist.ProcessGroup) -> None:
+    def __init__(self, linear: nn.Linear, output: Edge, group: dist.ProcessGroup) -> None:
         self._linear = linear
         self._forward: Callable[..., torch.Tensor] = linear.forward
+        self._output = output
         self._group = group
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
-        """Project this rank's features and add up those of all."""
+        """Project this rank's features and have the sum of all cross the edge of the plan."""
         bias = self._linear.bias
         if bias is None:
-            return sum_over_ranks(self._forward(features), self._group)
+            return cross(self._forward(features), self._output, self._group)
         with _in_place({(self._linear, "bias"): None}):
             projected = self._forward(features)
-        return sum_over_ranks(projected, self._group) + bias
+        return cross(projected, self._output, self._group) + bias
 
 
 @contextmanager
