@@ -12,9 +12,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_core.config.models import MixedPrecisionConfig
-from hp_core.errors import InputError, Problem, RunError
+from hp_core.errors import InputError, RunError
 from hp_core.model.units import blocks
 from hp_core.parallel.expert.experts import spread_experts
+from hp_core.parallel.plan.layout import expert_shard_dim, unsharable_experts
 from hp_core.parallel.setup import DistributedSetup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -62,18 +63,13 @@ def _shard_experts(model: nn.Module, setup: DistributedSetup, mesh: DeviceMesh, 
 
 
 def _expert_shards(parameter: nn.Parameter, num_shards: int) -> Shard:
-    """By expert, or where the rank's experts can't be divided, by the last dimension.
-
-    transformers reads the shards of fused experts off the files of single ones along these two dimensions alone.
-    """
+    """How the ranks that hold the same experts share them."""
     assert isinstance(parameter, DTensor)
-    num_own, size = len(parameter.to_local()), parameter.shape[-1]
-    if num_own % num_shards == 0:
-        return Shard(0)
-    if parameter.ndim > 2 and size % num_shards == 0:
-        return Shard(parameter.ndim - 1)
-    message = f"{num_own} experts a rank, of size {size}, can't be shared by {num_shards} ranks"
-    raise InputError(Problem(message, path="accelerator.ep_size", hint="choose a larger ep_size"))
+    num_own = len(parameter.to_local())
+    dim = expert_shard_dim(num_own, parameter.shape, num_shards)
+    if dim is None:
+        raise InputError(unsharable_experts(num_own, parameter.shape[-1], num_shards))
+    return Shard(dim)
 
 
 def mixed_precision_policy(precision: MixedPrecisionConfig) -> MixedPrecisionPolicy | None:

@@ -137,7 +137,7 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
     Raises:
         InputError: the sizes don't make the world, or the device or backend isn't there.
     """
-    sizes = parallel_sizes(config, environment.world_size)
+    parallel_sizes(config, environment.world_size)  # before any rank waits for another
     training = config.training
     device = _device(environment, training)
     backend = _backend(device, training)
@@ -155,29 +155,46 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
         device_id=device if backend == "nccl" else None,
     )
     try:
-        axes = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "fsdp": sizes.dp_shard * sizes.cp, "tp": sizes.tp}
-        mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        shared = mesh["fsdp"]._unflatten(0, (sizes.dp_shard, sizes.cp), ("dp_shard", "cp"))
         host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
         assert host_group is not None
-        yield DistributedSetup(
-            environment=environment,
-            device=device,
-            backend=backend,
-            sizes=sizes,
-            mesh=mesh,
-            fsdp_mesh=mesh["dp_replicate", "fsdp"],
-            cp_mesh=shared["cp"],
-            host_group=host_group,
-            accelerator=config.accelerator,
-            fsdp=config.fsdp_config,
-            precision=config.mixed_precision,
-            seed=training.seed,
-            expert_mesh=_expert_mesh(mesh, sizes),
-        )
+        yield setup_of(environment, config, device=device, backend=backend, host_group=host_group)
     finally:
         # Never a collective here: when one rank fails, the others would wait for it.
         dist.destroy_process_group()
+
+
+def setup_of(
+    environment: ProcessEnvironment,
+    config: TrainerConfig,
+    *,
+    device: torch.device,
+    backend: str,
+    host_group: dist.ProcessGroup,
+) -> DistributedSetup:
+    """The meshes of a recipe, once its process group is there.
+
+    Raises:
+        InputError: the sizes don't make the world.
+    """
+    sizes = parallel_sizes(config, environment.world_size)
+    axes = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "fsdp": sizes.dp_shard * sizes.cp, "tp": sizes.tp}
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    shared = mesh["fsdp"]._unflatten(0, (sizes.dp_shard, sizes.cp), ("dp_shard", "cp"))
+    return DistributedSetup(
+        environment=environment,
+        device=device,
+        backend=backend,
+        sizes=sizes,
+        mesh=mesh,
+        fsdp_mesh=mesh["dp_replicate", "fsdp"],
+        cp_mesh=shared["cp"],
+        host_group=host_group,
+        accelerator=config.accelerator,
+        fsdp=config.fsdp_config,
+        precision=config.mixed_precision,
+        seed=config.training.seed,
+        expert_mesh=_expert_mesh(mesh, sizes),
+    )
 
 
 def _expert_mesh(mesh: DeviceMesh, sizes: ParallelSizes) -> DeviceMesh | None:

@@ -32,13 +32,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
         InputError: the model has no experts, or holds them in a way that is not understood, or their number doesn't
             divide.
     """
-    found = dict(_experts_of(model))
-    if not found:
-        message = f"{type(model).__name__} holds no experts in fused parameters"
-        raise InputError(Problem(message, path=_PATH, hint=_HINT))
-    problems = [problem for fqn, module in found.items() for problem in _problems(fqn, module, mesh.size())]
-    if problems:
-        raise InputError(problems[:1])
+    found = experts_of(model, mesh.size())
     for module in found.values():
         for name, parameter in list(module.named_parameters(recurse=False)):
             own = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
@@ -47,7 +41,23 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     return list(found.values())
 
 
-def _experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def experts_of(model: nn.Module, num_ranks: int) -> dict[str, nn.Module]:
+    """The modules that hold experts, by name, if so many ranks can share them.
+
+    Raises:
+        InputError: see `spread_experts`.
+    """
+    found = dict(_fused_experts(model))
+    if not found:
+        message = f"{type(model).__name__} holds no experts in fused parameters"
+        raise InputError(Problem(message, path=_PATH, hint=_HINT))
+    problems = [problem for fqn, module in found.items() for problem in _problems(fqn, module, num_ranks)]
+    if problems:
+        raise InputError(problems[:1])
+    return found
+
+
+def _fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that hold a matrix for each of their experts in one parameter."""
     for fqn, module in model.named_modules():
         number = num_experts_of(module)
