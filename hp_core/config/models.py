@@ -103,9 +103,22 @@ class AcceleratorConfig(Section):
         description="What a rank holds of a sequence: a chunk from the front and its counterpart from the end, so that "
         "all have the same work, or one piece.",
     )
+    cp_method: Literal["all_gather", "ulysses", "ring"] = Field(
+        "all_gather",
+        description="How a rank attends to the other parts of a sequence: it gathers all keys and values, trades parts "
+        "of sequences for parts of the heads (Ulysses), or has keys and values pass by (ring attention).",
+    )
     ep_size: int = Field(1, ge=1, description="Ranks that share the experts of a mixture (expert parallelism).")
 
     LATER: ClassVar[tuple[str, ...]] = ("pp_size", "sequence_parallel", "loss_parallel")
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
+        """Yield one for each key that would have no effect."""
+        for key in ("cp_layout", "cp_method"):
+            value, default = values.get(key), cls.model_fields[key].default
+            if values.get("cp_size", 1) == 1 and isinstance(value, str) and value != default:
+                yield Conflict(f"{value!r} has no effect with cp_size 1", key, f"write cp_size, or remove '{key}'")
 
 
 class FsdpConfig(Section):

@@ -66,7 +66,7 @@ def finish_model(
     setup = distributed_setup
     replaced = replace_modules(model, setup)
     if setup.sizes.cp > 1:
-        use_context_attention(model)
+        use_context_attention(model, setup)
     if setup.sizes.tp > 1:
         share_tensors(model, setup)
     shard_model(model, setup)

@@ -8,6 +8,7 @@ from math import prod
 
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, TrainerConfig
 from hp_core.errors import InputError, Problem
+from hp_core.parallel.context.method import head_problems
 from hp_core.parallel.expert.count import indivisible, known_num_experts
 from hp_core.parallel.known import known_config
 from hp_core.parallel.plan.shapes import sizes_in_config
@@ -78,7 +79,9 @@ def check_sizes(config: TrainerConfig, world_size: int) -> None:
     num_experts, ep_size = known_num_experts(config.model), config.accelerator.ep_size
     if num_experts is not None and (problem := indivisible(num_experts, ep_size)):
         problems.append(problem)
-    problems += sizes_in_config(known_config(config.model)).problems(config.accelerator.tp_size)
+    known_sizes = sizes_in_config(known_config(config.model))
+    problems += known_sizes.problems(config.accelerator.tp_size)
+    problems += head_problems(known_sizes, config.accelerator)
     if problems:
         raise InputError(problems)
 

@@ -162,11 +162,17 @@ def shared_among(axis: str, *base: str) -> Callable[[Bench], bool]:
     return check
 
 
-def layouts_of_sequences(bench: Bench) -> bool:
-    """Other parts of the sequence draw other dropout."""
-    base = ("--accelerator.cp_size=2", "--model.config.attention_dropout=0.5")
-    plain, changed = (bench.run(*base, *more, nproc=2) for more in ((), ("--accelerator.cp_layout=contiguous",)))
-    return plain.losses() != changed.losses()
+def ways_to_share_sequences(*ways: str) -> Callable[[Bench], bool]:
+    """Other parts of the sequence draw other dropout, and so do other heads and tiles."""
+
+    def check(bench: Bench) -> bool:
+        base = ("--accelerator.cp_size=2", "--model.config.attention_dropout=0.5")
+        found = [
+            bench.run(*base, *more, nproc=2).losses() for more in ((), *((f"--accelerator.{one}",) for one in ways))
+        ]
+        return len({str(losses) for losses in found}) == len(found)
+
+    return check
 
 
 def shards(bench: Bench) -> bool:
@@ -390,7 +396,8 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
         f"accelerator.{axis}_size": shared_among(axis, *base)
         for axis, base in (("tp", ()), ("cp", ()), ("ep", (EXPERTS,)))
     },
-    "accelerator.cp_layout": layouts_of_sequences,
+    "accelerator.cp_layout": ways_to_share_sequences("cp_layout=contiguous"),
+    "accelerator.cp_method": ways_to_share_sequences("cp_method=ulysses", "cp_method=ring"),
     "fsdp_config.dp_replicate_size": replicas,
     "fsdp_config.reshard_after_forward": resharding,
     "mixed_precision.param_dtype": losses_differ("--mixed_precision.param_dtype=bfloat16"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -10,6 +11,9 @@ from hp_plugins.losses.chunked_causal_lm import ChunkedCausalLMLoss
 from tests.equivalence.layouts import Case, Found, Layout, assert_same, beyond, found_on
 
 FAMILIES = ("llama", "llama_tied", "qwen3", "qwen3_moe", "deepseek_v3")
+METHODS = ("all_gather", "ulysses", "ring")
+# Each head of keys for one, two or all of four query heads.
+KEY_HEADS = {4: "each its own", 2: "shared by two", 1: "one for all"}
 
 
 @cache
@@ -17,8 +21,8 @@ def alone(case_key: tuple) -> Found:
     return found_on(Case(**dict(case_key)), Layout())
 
 
-def context(size: int, layout: str = "head_tail") -> dict:
-    return {"cp_size": size, "cp_layout": layout}
+def context(size: int, layout: str = "head_tail", method: str = "all_gather", **more: int) -> dict:
+    return {"cp_size": size, "cp_layout": layout, "cp_method": method, **more}
 
 
 LAYOUTS = {
@@ -29,7 +33,15 @@ LAYOUTS = {
     "fsdp2 cp2": Layout(4, context(2)),
     "cp4": Layout(4, context(4)),
     "hsdp2 cp2": Layout(4, context(2), {"dp_replicate_size": 2}),
+    "cp2 tp2": Layout(4, context(2, tp_size=2)),
 }
+
+
+def by(method: str, name: str) -> Layout:
+    """A layout whose ranks attend in another way."""
+    layout = LAYOUTS[name]
+    accelerator = {**layout.accelerator, "cp_method": method}
+    return Layout(layout.num_ranks, accelerator, layout.fsdp, layout.num_micro_batches, layout.checkpointing)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -39,17 +51,47 @@ def test_every_gradient_is_that_of_one_process(family, layout):
     assert_same(found_on(Case(**case), LAYOUTS[layout]), alone(tuple(case.items())))
 
 
-@pytest.mark.parametrize("layout", ["cp2", "cp2 contiguous", "cp4"])
-@pytest.mark.parametrize("length", [13, 17])
-def test_lengths_that_do_not_divide_are_padded_without_targets(length, layout):
+CORE = [("llama", "cp2"), ("llama", "cp2 contiguous"), ("llama", "cp4"), ("deepseek_v3", "cp2 tp2")]
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+@pytest.mark.parametrize("place", beyond(product(FAMILIES, LAYOUTS), *CORE), ids=" ".join)
+def test_heads_that_are_traded_and_keys_that_pass_by_change_nothing(place, method):
+    family, layout = place
+    case = {"family": family}
+    assert_same(found_on(Case(**case), by(method, layout)), alone(tuple(case.items())))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", ["cp2", *beyond(["cp2 contiguous", "cp4"])])
+@pytest.mark.parametrize("length", [13, *beyond([17])])
+def test_lengths_that_do_not_divide_are_padded_without_targets(length, layout, method):
     case = {"length": length}
-    assert_same(found_on(Case(**case), LAYOUTS[layout]), alone(tuple(case.items())))
+    assert_same(found_on(Case(**case), by(method, layout)), alone(tuple(case.items())))
 
 
-@pytest.mark.parametrize("layout", ["cp2", "fsdp2 cp2"])
-def test_rows_without_targets_add_nothing(layout):
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", ["cp2", *beyond(["cp2 contiguous", "cp4", "cp2 tp2"])])
+@pytest.mark.parametrize("window", [3, *beyond([1, 8])])
+def test_windows_reach_over_the_ranks(window, layout, method):
+    """Mistral has them in every layer."""
+    case = Case(config={"model_type": "mistral", "sliding_window": window})
+    assert_same(found_on(case, by(method, layout)), found_on(case, Layout()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", beyond(["cp2", "cp4", "cp2 tp2"], "cp4"))
+@pytest.mark.parametrize("num_heads", beyond(KEY_HEADS, 1))
+def test_key_heads_may_be_fewer_than_ranks(num_heads, layout, method):
+    case = Case(config={"num_key_value_heads": num_heads})
+    assert_same(found_on(case, by(method, layout)), found_on(case, Layout()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", ["cp2", *beyond(["fsdp2 cp2"])])
+def test_rows_without_targets_add_nothing(layout, method):
     case = {"silent": (2, 3)}
-    assert_same(found_on(Case(**case), LAYOUTS[layout]), alone(tuple(case.items())))
+    assert_same(found_on(Case(**case), by(method, layout)), alone(tuple(case.items())))
 
 
 @pytest.mark.parametrize("layout", ["cp2", "fsdp2 cp2"])

@@ -1,11 +1,13 @@
-"""Attention over sequences that several ranks share: each gathers the keys and values of all."""
+"""Attention over sequences that several ranks share, in the place of transformers' sdpa attention."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -13,31 +15,83 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hp_core.errors import InputError, Problem, RunError
+from hp_core.parallel.context.all_gather import all_gather_attention
+from hp_core.parallel.context.method import head_problems
+from hp_core.parallel.context.ring import ring_attention
 from hp_core.parallel.context.sequence import SLICE, SequenceSlice
+from hp_core.parallel.context.ulysses import ulysses_attention
+from hp_core.parallel.plan.shapes import sizes_in_config
 from hp_core.parallel.setup import DistributedSetup
 
-try:
-    from torch.distributed import all_gather_single, reduce_scatter_single
-except ImportError:  # their names before torch 2.13
-    from torch.distributed import all_gather_into_tensor as all_gather_single
-    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
-
-NAME = "hp_context_parallel"
+Attend = Callable[
+    [nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, SequenceSlice, dict[str, Any]],
+    torch.Tensor,
+]
 
 
-def use_context_attention(model: PreTrainedModel) -> None:
+@dataclass(frozen=True)
+class ContextAttention:
+    """transformers' sdpa attention, over the keys and values of all ranks that share the sequences.
+
+    Args:
+        attend: takes the attention module; query, key and value, (rows, heads, own tokens, features) with their own
+            heads and features; the slice; and what else the model hands to its attention. Gives (rows, own tokens,
+            heads, features).
+    """
+
+    attend: Attend
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """As transformers calls it; its mask, of the rank's own positions, is only used without a slice.
+
+        Raises:
+            RunError: the attention scores in a way that is not known here.
+        """
+        sequence_slice = options.pop(SLICE, None)
+        if not isinstance(sequence_slice, SequenceSlice):
+            found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+                module, query, key, value, attention_mask, **options
+            )
+            return found
+        for name, meaning in (("position_bias", "learned position bias"), ("softcap", "cap on scores")):
+            if options.get(name) is not None:
+                raise RunError(f"{type(module).__name__}: context parallelism knows no {meaning}")
+        return self.attend(module, query, key, value, sequence_slice, options), None
+
+
+METHODS: Mapping[str, ContextAttention] = MappingProxyType(
+    {
+        "all_gather": ContextAttention(all_gather_attention),
+        "ulysses": ContextAttention(ulysses_attention),
+        "ring": ContextAttention(ring_attention),
+    }
+)
+
+
+def use_context_attention(model: PreTrainedModel, setup: DistributedSetup) -> None:
     """Have every attention of `model` see the whole sequence where it is told of a slice; otherwise it is sdpa.
 
     Raises:
-        InputError: the model's attention is not transformers' sdpa.
+        InputError: the model's attention is not transformers' sdpa, or its heads can't be exchanged among the ranks.
     """
     found = model.config._attn_implementation
     if found != "sdpa":
         message = f"context parallelism needs the attention of torch, and the model uses {found!r}"
         raise InputError(Problem(message, path="accelerator.cp_size", hint="write model.attn_implementation: sdpa"))
-    ALL_ATTENTION_FUNCTIONS.register(NAME, context_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
-    model.set_attn_implementation(NAME)
+    if problems := list(head_problems(sizes_in_config(model.config.to_dict()), setup.accelerator)):
+        raise InputError(problems)
+    name = _name(setup)
+    ALL_ATTENTION_FUNCTIONS.register(name, METHODS[setup.accelerator.cp_method])
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+    model.set_attn_implementation(name)
 
 
 def require_context_attention(model: nn.Module, setup: DistributedSetup) -> None:
@@ -48,57 +102,11 @@ def require_context_attention(model: nn.Module, setup: DistributedSetup) -> None
     """
     if setup.sizes.cp == 1:
         return
-    if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != NAME:
+    if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != _name(setup):
         message = f"the attention of {type(model).__name__} does not see the parts of a sequence on other ranks"
         hint = "a model builder finishes its skeleton with hp_core.finish_model(model, distributed_setup)"
         raise InputError(Problem(message, path="accelerator.cp_size", hint=hint))
 
 
-def context_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa attention, over the keys and values of all ranks that share the sequences.
-
-    Args:
-        module: the attention.
-        query: (rows, heads, own tokens, features); `key` and `value` with their own heads and features.
-        key: see `query`.
-        value: see `query`.
-        attention_mask: what transformers makes of the rank's own positions; only used without a slice.
-        options: what the model hands to its attention, among it the slice.
-    """
-    sequence_slice = options.pop(SLICE, None)
-    if not isinstance(sequence_slice, SequenceSlice):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if options.get("position_bias") is not None:
-        raise RunError(f"{type(module).__name__}: context parallelism knows no learned position bias")
-    both = torch.cat([key, value], dim=-1)
-    gathered: torch.Tensor = _GatherTokens.apply(both, sequence_slice.group)  # type: ignore[no-untyped-call]
-    key, value = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
-    mask = sequence_slice.mask(options.get("sliding_window"))
-    options["is_causal"] = False
-    return sdpa_attention_forward(module, query, key, value, mask, **options)
-
-
-class _GatherTokens(torch.autograd.Function):
-    """Tokens of all ranks along dimension 2, in rank order; gradients are summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        first = own.movedim(2, 0).contiguous()
-        gathered = first.new_empty((group.size() * len(first), *first.shape[1:]))
-        all_gather_single(gathered, first, group=group)
-        return gathered.movedim(0, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor, None]:
-        first = outer[0].movedim(2, 0).contiguous()
-        own = first.new_empty((len(first) // ctx.group.size(), *first.shape[1:]))
-        reduce_scatter_single(own, first, group=ctx.group)
-        return own.movedim(0, 2), None
+def _name(setup: DistributedSetup) -> str:
+    return f"hp_context_{setup.accelerator.cp_method}"

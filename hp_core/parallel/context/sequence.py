@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 
 from hp_core.data.protocols import IGNORED_LABEL
+from hp_core.parallel.context.tiles import Tile, tiles_of
 from hp_core.parallel.setup import DistributedSetup
 
 # What the model's attention is told under.
 SLICE = "sequence_slice"
+# Scores of so many tokens for as many others are held at a time by attention that computes them in tiles.
+TILE_SIZE = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,7 @@ class SequenceSlice:
         documents: (rows, own tokens) which document each of the rank's tokens belongs to.
         all_documents: (rows, all tokens) the same for all ranks.
         group: the ranks that share the sequences.
+        tiles: for each rank, its tokens in runs of neighbours.
     """
 
     positions: torch.Tensor
@@ -33,6 +37,7 @@ class SequenceSlice:
     documents: torch.Tensor
     all_documents: torch.Tensor
     group: dist.ProcessGroup
+    tiles: tuple[tuple[Tile, ...], ...]
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> SequenceSlice:
         """The same on another device."""
@@ -40,18 +45,40 @@ class SequenceSlice:
         positions, documents = (one.to(device, non_blocking=non_blocking) for one in own)
         everywhere = (self.all_positions, self.all_documents)
         all_positions, all_documents = (one.to(device, non_blocking=non_blocking) for one in everywhere)
-        return SequenceSlice(positions, all_positions, documents, all_documents, self.group)
+        return SequenceSlice(positions, all_positions, documents, all_documents, self.group, self.tiles)
 
     def mask(self, window: int | None = None) -> torch.Tensor:
-        """Which tokens of all ranks each of the rank's tokens sees: bool, (rows, 1, own tokens, all tokens).
+        """Which tokens of all ranks each of the rank's tokens sees: bool, (rows, 1, own tokens, all tokens)."""
+        return sight(self.positions, self.documents, self.all_positions, self.all_documents, window)
 
-        A token sees itself and what is before it in its document, with a `window` the last so many of these.
-        """
-        distance = self.positions[:, None] - self.all_positions[None, :]
-        sees = distance >= 0
-        if window is not None:
-            sees = sees & (distance < window)
-        return (sees & (self.documents[:, :, None] == self.all_documents[:, None, :]))[:, None]
+    def whole_mask(self, window: int | None = None) -> torch.Tensor:
+        """Which tokens of all ranks each of them sees: bool, (rows, 1, all tokens, all tokens)."""
+        return sight(self.all_positions, self.all_documents, self.all_positions, self.all_documents, window)
+
+
+def sight(
+    positions: torch.Tensor,
+    documents: torch.Tensor,
+    other_positions: torch.Tensor,
+    other_documents: torch.Tensor,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Which other tokens each token sees: bool, (rows, 1, tokens, others).
+
+    A token sees itself and what is before it in its document, with a `window` the last so many of these.
+
+    Args:
+        positions: (tokens,) where they are in the sequence.
+        documents: (rows, tokens) which document each belongs to.
+        other_positions: (others,)
+        other_documents: (rows, others)
+        window: None if there is none.
+    """
+    distance = positions[:, None] - other_positions[None, :]
+    sees = distance >= 0
+    if window is not None:
+        sees = sees & (distance < window)
+    return (sees & (documents[:, :, None] == other_documents[:, None, :]))[:, None]
 
 
 def slices_of(length: int, num_ranks: int, *, balanced: bool) -> list[torch.Tensor]:
@@ -113,7 +140,8 @@ def cut(
     documents = torch.cumsum(whole[0]["position_ids"] == 0, dim=1)
     everywhere = torch.cat(parts)
     own = parts[rank]
-    sequence_slice = SequenceSlice(own, everywhere, documents[:, own], documents[:, everywhere], group)
+    tiles = tuple(tiles_of(part, documents[:, part], TILE_SIZE) for part in parts)
+    sequence_slice = SequenceSlice(own, everywhere, documents[:, own], documents[:, everywhere], group, tiles)
     padded_shape = (shape[0], shape[1] + padding)
     cut_model, cut_loss = (
         {name: value[:, own] if _is_by_token(value, padded_shape) else value for name, value in inputs.items()}
