@@ -1,8 +1,8 @@
-"""One step of a tiny model on any layout of ranks: its loss and every gradient, whole."""
+"""Steps of a tiny model on any layout of ranks: losses, every gradient and the weights, whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,17 +13,25 @@ from hp_core.config.models import AcceleratorConfig, FsdpConfig
 from hp_core.model.tiny import tiny_config
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.environment import ProcessEnvironment
+from hp_core.parallel.setup import DistributedSetup
 from hp_core.parallel.tiny import tiny_setup
 from hp_core.testing.checks import whole
 from hp_core.testing.ranks import run_ranks
 from hp_core.training.accounting import MicroBatch, StepLoss, count_step
+from hp_core.training.gradients import clip, norm_and_count
 from hp_core.training.loss import IGNORE_INDEX, contract_of
 from hp_core.training.step import Passes, accumulate_gradients
 from hp_plugins.losses.causal_lm import CausalLMLoss
 from hp_plugins.trainers.text import get_batch
+from tests.e2e.runs import WITH_COMPONENTS
 from tests.model.tiny import build
 
 NUM_ROWS = 4
+NUM_STEPS = 5
+MAX_NORM = 0.5
+# A plain update: Adam's first steps are the signs of gradients, which are noise where a gradient is close to zero.
+RATE, MOMENTUM = 0.1, 0.9
+WITH_FAMILIES = (*WITH_COMPONENTS, "transformers.models.deepseek_v3.modeling_deepseek_v3", __name__)
 
 
 def beyond(values: Iterable[Any], *core: Any) -> list[Any]:
@@ -57,9 +65,9 @@ class Case:
     silent: tuple[int, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
 
-    def batch(self) -> dict[str, torch.Tensor]:
-        """The whole batch, as a collator gives it."""
-        generator = torch.Generator().manual_seed(1)
+    def batch(self, step: int = 0) -> dict[str, torch.Tensor]:
+        """The whole batch of a step, as a collator gives it."""
+        generator = torch.Generator().manual_seed(1 + step)
         ids = torch.randint(0, 90, (NUM_ROWS, self.length), generator=generator)
         labels = torch.randint(0, 90, (NUM_ROWS, self.length), generator=generator)
         pieces = torch.cat([torch.arange(size) for size in DOCUMENTS])
@@ -78,54 +86,126 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """A step's loss and gradients, the same on every rank."""
+    """A step's loss and its gradients, and their norm."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
+    norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The first of some steps before its update, the losses of all, and the weights after them."""
+
+    first: Found
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
 
 
 def found_on(case: Case, layout: Layout, timeout: float = 120.0) -> Found:
-    """The step of the first rank."""
-    found: Found = run_ranks(_step, layout.num_ranks, case, layout, timeout=timeout)[0]
-    return found
+    """The case's first step."""
+    return Found(*_merged(run_ranks(_step, layout.num_ranks, case, layout, timeout=timeout, preload=WITH_FAMILIES)))
+
+
+def steps_on(cases: Sequence[Case], layout: Layout, timeout: float = 300.0) -> list[Steps]:
+    """Five steps of each case, clipped and with momentum, all in the same processes."""
+    by_rank = run_ranks(_all_steps, layout.num_ranks, cases, layout, timeout=timeout, preload=WITH_FAMILIES)
+    return [
+        Steps(
+            Found(*_merged([one.first for one in ranks])),
+            ranks[0].losses,
+            {name: value for one in ranks for name, value in one.weights.items()},
+        )
+        for ranks in zip(*by_rank, strict=True)
+    ]
+
+
+def _merged(by_rank: Sequence[Found]) -> tuple[float, dict[str, torch.Tensor], float]:
+    gradients = {name: value for one in by_rank for name, value in one.gradients.items()}
+    return by_rank[0].loss, gradients, by_rank[0].norm
+
+
+def _setup(environment: ProcessEnvironment, layout: Layout) -> Any:
+    accelerator, fsdp = AcceleratorConfig(**layout.accelerator), FsdpConfig(**layout.fsdp)
+    return tiny_setup(environment, accelerator=accelerator, fsdp=fsdp)
 
 
 def _step(environment: ProcessEnvironment, case: Case, layout: Layout) -> Found:
-    accelerator, fsdp = AcceleratorConfig(**layout.accelerator), FsdpConfig(**layout.fsdp)
-    with tiny_setup(environment, accelerator=accelerator, fsdp=fsdp) as setup:
-        model = build(setup, {**tiny_config(case.family), **case.config})
+    with _setup(environment, layout) as setup:
+        return Trial(setup, case, layout).found()
+
+
+def _all_steps(environment: ProcessEnvironment, cases: Sequence[Case], layout: Layout) -> list[Steps]:
+    with _setup(environment, layout) as setup:
+        return [Trial(setup, case, layout).steps() for case in cases]
+
+
+class Trial:
+    """A case's model on these ranks, and what the engine does with it."""
+
+    def __init__(self, setup: DistributedSetup, case: Case, layout: Layout) -> None:
+        self.setup, self.case, self.layout = setup, case, layout
+        self.model = build(setup, {**tiny_config(case.family), **case.config})
         if layout.checkpointing:
-            model.activation_checkpointing_enable()
-        loss_fn = case.loss(**case.arguments)
-        loss_fn.bind_model(model, setup)
-        contract = contract_of(loss_fn)
-        share = NUM_ROWS // setup.dp_size
-        size = share // layout.num_micro_batches
-        micro_batches = []
-        for index in range(layout.num_micro_batches):
-            first = setup.dp_rank * share + index * size
-            rows = {name: value[first : first + size] for name, value in case.batch().items()}
-            inputs = get_batch(iter([rows]))
-            if setup.sizes.cp > 1:
-                inputs = own_part(*inputs, setup)
-            micro_batches.append(MicroBatch.of(*inputs, contract))
-        step_loss = StepLoss(contract, count_step(micro_batches, contract, setup))
+            self.model.activation_checkpointing_enable()
+        self.loss_fn = case.loss(**case.arguments)
+        self.loss_fn.bind_model(self.model, setup)
+        self.contract = contract_of(self.loss_fn)
+
+    def found(self, step: int = 0) -> Found:
+        """The loss, gradients and norm of a step."""
+        loss = self._accumulate(step)
+        parameters = list(self.model.parameters())
+        norm, _ = norm_and_count(parameters, torch.zeros(()), self.setup)
+        gradients = {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
+        return Found(loss, self._whole(gradients), norm)
+
+    def steps(self) -> Steps:
+        """Five steps of the optimizer; every gradient is clipped."""
+        parameters = list(self.model.parameters())
+        optimizer = torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
+        first = self.found()
+        losses, norm = [first.loss], first.norm
+        for step in range(1, NUM_STEPS + 1):
+            clip(parameters, norm, MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step < NUM_STEPS:
+                losses.append(self._accumulate(step))
+                norm, _ = norm_and_count(parameters, torch.zeros(()), self.setup)
+        return Steps(first, losses, self._whole(dict(self.model.named_parameters())))
+
+    def _accumulate(self, step: int) -> float:
+        micro_batches = self._micro_batches(step)
+        step_loss = StepLoss(self.contract, count_step(micro_batches, self.contract, self.setup))
 
         def forward(one: MicroBatch) -> Any:
-            return model(**loss_fn.prepare_model_inputs(one.model_inputs, one.loss_inputs)), one.loss_inputs
+            prepared = self.loss_fn.prepare_model_inputs(one.model_inputs, one.loss_inputs)
+            return self.model(**prepared), one.loss_inputs
 
         def loss(outputs: Any, loss_inputs: dict[str, Any]) -> Any:
-            return loss_fn(model_output=outputs, labels=loss_inputs["labels"])
+            return self.loss_fn(model_output=outputs, labels=loss_inputs["labels"])
 
-        accumulate_gradients(micro_batches, Passes(model, loss_fn, forward, loss), step_loss, setup)
+        accumulate_gradients(micro_batches, Passes(self.model, self.loss_fn, forward, loss), step_loss, self.setup)
         names = sorted(step_loss.logged)
-        by_rank = setup.gather_on_host([float(step_loss.logged[name]) for name in names])
-        gradients = {
-            name: whole(parameter.grad).detach().clone()
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
-        return Found(sum(map(sum, by_rank)), gradients)
+        return sum(map(sum, self.setup.gather_on_host([float(step_loss.logged[name]) for name in names])))
+
+    def _micro_batches(self, step: int) -> list[MicroBatch]:
+        batch, number = self.case.batch(step), self.layout.num_micro_batches
+        size = NUM_ROWS // (self.setup.dp_size * number)
+        micro_batches = []
+        for index in range(self.setup.dp_rank * number, (self.setup.dp_rank + 1) * number):
+            rows = {name: value[index * size : (index + 1) * size] for name, value in batch.items()}
+            inputs = get_batch(iter([rows]))
+            if self.setup.sizes.cp > 1:
+                inputs = own_part(*inputs, self.setup)
+            micro_batches.append(MicroBatch.of(*inputs, self.contract))
+        return micro_batches
+
+    def _whole(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The whole of each on the first rank of a stage, which speaks for the others."""
+        gathered = {name: whole(value).detach().clone() for name, value in tensors.items()}
+        return gathered if self.setup.rank % (self.setup.world_size // self.setup.sizes.pp) == 0 else {}
 
 
 def assert_same(

@@ -1,4 +1,4 @@
-"""Heads and features shared among ranks give one process's loss and gradients."""
+"""What else there is to sharing heads and features, beside the layouts of the matrix: one process's gradients too."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ TP2 = {"tp_size": 2}
 LAYOUTS = {
     "tp2": Layout(2, TP2),
     "tp2 two micro-batches": Layout(2, TP2, num_micro_batches=2),
-    "tp2 checkpointing": Layout(2, TP2, checkpointing=True),
     "fsdp2 tp2": Layout(4, TP2),
-    "hsdp2 tp2": Layout(4, TP2, {"dp_replicate_size": 2}),
     "cp2 tp2": Layout(4, {**TP2, "cp_size": 2}),
     "tp4": Layout(4, {"tp_size": 4}),
 }
@@ -26,20 +24,9 @@ def alone(family: str) -> Found:
     return found_on(Case(family), Layout())
 
 
-COMBINED = ("fsdp2 tp2", "cp2 tp2")
-CASES = [
-    *((family, layout) for family in ("llama", "qwen3") for layout in LAYOUTS),
-    *((family, layout) for family in ("llama_tied", "qwen3_moe", "deepseek_v3") for layout in COMBINED),
-]
-
-
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [one if one[0] == "qwen3" else pytest.param(*one, marks=pytest.mark.layouts) for one in CASES],
-)
-def test_every_gradient_is_that_of_one_process(family, layout):
-    """With four ranks there are two for each key and value head."""
-    assert_same(found_on(Case(family), LAYOUTS[layout]), alone(family))
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.layouts)])
+def test_passes_that_run_again_change_nothing(family):
+    assert_same(found_on(Case(family), Layout(2, TP2, checkpointing=True)), alone(family))
 
 
 @pytest.mark.layouts
