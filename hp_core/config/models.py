@@ -132,6 +132,19 @@ class FsdpConfig(Section):
         True,
         description="Free a layer's gathered parameters after its forward pass and gather them again for backward.",
     )
+    forward_prefetch: int = Field(
+        0, ge=0, description="Layers gathered ahead of the one that runs in the forward pass, at the cost of memory."
+    )
+    backward_prefetch: int = Field(
+        1, ge=1, description="The same in the backward pass, where there is always one ahead."
+    )
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
+        """Yield one for a prefetch of what is never freed."""
+        if values.get("reshard_after_forward") is False and values.get("backward_prefetch", 1) != 1:
+            message = "nothing is gathered in the backward pass where reshard_after_forward is false"
+            yield Conflict(message, "backward_prefetch", "remove 'backward_prefetch'")
 
 
 class MixedPrecisionConfig(Section):

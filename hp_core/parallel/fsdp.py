@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hp_core.config.models import MixedPrecisionConfig
 from hp_core.errors import InputError, RunError
 from hp_core.model.units import blocks
 from hp_core.parallel.expert.experts import spread_experts
-from hp_core.parallel.plan.layout import expert_shard_dim, unsharable_experts
+from hp_core.parallel.plan.layout import expert_shard_dim, fsdp_dim, unsharable_experts
+from hp_core.parallel.prefetch import prefetch_blocks
 from hp_core.parallel.setup import DistributedSetup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,19 +34,27 @@ def shard_model(model: nn.Module, setup: DistributedSetup) -> None:
         return
     if setup.expert_mesh is not None:
         _shard_experts(model, setup, setup.expert_mesh, policy or MixedPrecisionPolicy())
-    units = [module for _, module in blocks(model)]
-    for unit in [*units, model]:
+    units = blocks(model)
+    for unit in [*(module for _, module in units), model]:
         fully_shard(
             unit,
             mesh=setup.fsdp_mesh,
             reshard_after_forward=setup.fsdp.reshard_after_forward and unit is not model,
             mp_policy=policy or MixedPrecisionPolicy(),
+            shard_placement_fn=partial(_without_padding, num_shards=setup.fsdp_mesh.size(1)),
         )
+    prefetch_blocks(model, units, setup.fsdp)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # A divide factor of one is refused by gloo as a scaled sum unless a plain sum is asked for.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _without_padding(parameter: nn.Parameter, num_shards: int) -> Shard | None:
+    if isinstance(parameter, DTensor) and not all(isinstance(one, Replicate) for one in parameter.placements):
+        return None
+    return Shard(fsdp_dim(parameter.shape, num_shards))
 
 
 def _shard_experts(model: nn.Module, setup: DistributedSetup, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

@@ -94,6 +94,7 @@ def _problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
         yield from error.problems
         return
     yield from _expert_problems(config, num_data_ranks)
+    yield from _prefetch_problems(config, num_data_ranks)
     training = config.training
     share = num_data_ranks * training.micro_batch_size
     if training.global_batch_size % share:
@@ -124,6 +125,20 @@ def _expert_problems(config: TrainerConfig, num_data_ranks: int) -> Iterator[Pro
         holders = f"dp_shard_size {shard} x cp_size {accelerator.cp_size}"
         message = f"{ep_size} does not divide {holders}, the ranks that experts can be spread over"
         yield Problem(message, path=path, hint=f"ep_size that would: {works}")
+
+
+def _prefetch_problems(config: TrainerConfig, num_data_ranks: int) -> Iterator[Problem]:
+    _, shard = data_sizes(config.fsdp_config, num_data_ranks)
+    if shard * config.accelerator.cp_size > 1:
+        return
+    fsdp, unset = config.fsdp_config, FsdpConfig()
+    for key, value, default in (
+        ("forward_prefetch", fsdp.forward_prefetch, unset.forward_prefetch),
+        ("backward_prefetch", fsdp.backward_prefetch, unset.backward_prefetch),
+    ):
+        if value != default:
+            message = "each rank holds all of the parameters that it computes with, so none are gathered"
+            yield Problem(message, path=f"fsdp_config.{key}", hint=f"remove '{key}', or start more data ranks")
 
 
 def _num_data_ranks(config: AcceleratorConfig, world_size: int) -> int:

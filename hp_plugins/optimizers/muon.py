@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from hp_core.errors import ArgumentError
+from hp_core.parallel.expert.dispatch import num_experts_of
 from hp_plugins.optimizers.adamw import FUSED_DEVICES
 from hp_plugins.optimizers.chained import ChainedOptimizer
 from hp_plugins.optimizers.groups import (
@@ -22,34 +22,24 @@ from hp_plugins.optimizers.groups import (
     not_decayed,
     parameter_groups,
 )
+from hp_plugins.optimizers.whole_matrix import RateRule, WholeMatrixMuon
 
 
-class WholeMatrixMuon(torch.optim.Muon):
-    """torch's Muon on whole matrices, so that a sharded step is the unsharded one to the last bit.
-
-    Its iteration runs in bf16; on shards every product would be summed in another order. Each rank therefore holds
-    the momentum of a matrix whole and keeps its own part of the update.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Gather the gradients and momenta, then step."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if isinstance(parameter, DTensor) and parameter.grad is not None:
-                    whole = [Replicate()] * parameter.device_mesh.ndim
-                    parameter.grad = parameter.grad.redistribute(placements=whole)
-                    state = self.state[parameter]
-                    if "momentum_buffer" in state:
-                        state["momentum_buffer"] = state["momentum_buffer"].redistribute(placements=whole)
-        super().step(closure)
+def stacks_of_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """The fused parameters of a mixture's experts, (experts, rows, columns): a matrix for each expert."""
+    return {
+        parameter
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim == 3 and len(parameter) == num_experts_of(module)
+    }
 
 
 class Muon:
-    """torch's Muon (Jordan et al. 2024): momentum made orthogonal by a Newton-Schulz iteration, for matrices.
+    """Muon (Jordan et al. 2024): momentum made orthogonal by a Newton-Schulz iteration, for matrices.
 
-    Embeddings, the head, norms, biases and parameters of any other rank (a mixture's fused experts are stacks of
-    matrices) are trained by AdamW.
+    A mixture's fused experts are stacks of matrices, and each is made orthogonal by itself. Embeddings, the head,
+    norms, biases and parameters of any other rank are trained by AdamW.
     """
 
     def __init__(
@@ -60,7 +50,7 @@ class Muon:
         nesterov: Annotated[bool, Field(description="Look ahead along the momentum.")] = True,
         ns_steps: Annotated[int, Field(ge=1, lt=100, description="Newton-Schulz iterations.")] = 5,
         adjust_lr_fn: Annotated[
-            Literal["original", "match_rms_adamw"],
+            RateRule,
             Field(description="How the rate depends on a matrix's shape; match_rms_adamw suits rates tuned for AdamW."),
         ] = "original",
         weight_decay: Annotated[
@@ -75,7 +65,9 @@ class Muon:
         freeze(model, groups)
         vectors = embeddings_and_head(model) | not_decayed(model)
         named = list(model.named_parameters())
-        matrices = [(name, p) for name, p in named if p.requires_grad and p.ndim == 2 and p not in vectors]
+        candidates = stacks_of_matrices(model) | {parameter for _, parameter in named if parameter.ndim == 2}
+        candidates -= vectors
+        matrices = [(name, p) for name, p in named if p.requires_grad and p in candidates]
         if not matrices:
             raise ArgumentError("name", "the model has no trainable matrix for Muon", "write name: adamw")
         chosen = {parameter for _, parameter in matrices}

@@ -193,6 +193,24 @@ def resharding(bench: Bench) -> bool:
     return [one["reshards"] for one in found] == [True, False]
 
 
+def gathered_ahead(direction: str, value: int) -> Callable[[Bench], bool]:
+    """How many layers the root has gathered while it runs: FSDP2's own choice is no list."""
+
+    def check(bench: Bench) -> bool:
+        (bench.tmp_path / "ahead.py").write_text(
+            "from hp_core import hookimpl\n\n\n@hookimpl\ndef on_train_start(run):\n"
+            f"    run.record(ahead=len(run.model._get_fsdp_state()._states_to_{direction}_prefetch))\n"
+        )
+        base = ("--plugins=[./ahead.py]", "--model.config.num_hidden_layers=2")
+        found = [
+            manifest(bench.run(*base, *more, nproc=2).directory)["ahead"]
+            for more in ((), (f"--fsdp_config.{direction}_prefetch={value}",))
+        ]
+        return found == [0, value]
+
+    return check
+
+
 def replaced(bench: Bench, **entry: Any) -> list[str]:
     """The modules that a run with this entry of `plan_overrides` replaced."""
     given = {"match": "model.norm", "replace_module": "rms_norm", **entry}
@@ -400,6 +418,8 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "accelerator.cp_method": ways_to_share_sequences("cp_method=ulysses", "cp_method=ring"),
     "fsdp_config.dp_replicate_size": replicas,
     "fsdp_config.reshard_after_forward": resharding,
+    "fsdp_config.forward_prefetch": gathered_ahead("forward", 1),
+    "fsdp_config.backward_prefetch": gathered_ahead("backward", 2),
     "mixed_precision.param_dtype": losses_differ("--mixed_precision.param_dtype=bfloat16"),
     "mixed_precision.reduce_dtype": losses_differ(
         "--mixed_precision.reduce_dtype=bfloat16", base=("--mixed_precision.param_dtype=bfloat16",)

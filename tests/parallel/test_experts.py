@@ -154,7 +154,8 @@ def test_another_spread_goes_on_with_the_same_run(tmp_path: Path, first: Any, se
 
 RUNS = {
     "adamw": (["--dataset.validation_rows=6", "--evaluation.every=2"], 1e-6),
-    "muon": (["--optimizer={name: muon, lr: 0.02, adamw_lr: 1e-2}"], 2e-6),
+    # Its iteration runs in bf16, where gradients that differ in the last fp32 bit soon round apart.
+    "muon": (["--optimizer={name: muon, lr: 0.02, adamw_lr: 1e-2}"], 2e-4),
     "routers": (["--loss_fn={name: causal_lm, router_balance: 0.3, router_z_loss: 0.05}"], 1e-6),
     "replaced": (["--plan_overrides=[{match: '*.experts', replace_module: {name: grouped_experts}}]"], 1e-6),
     "bf16": (["--mixed_precision.param_dtype=bfloat16"], 3e-3),

@@ -134,8 +134,19 @@ def coordinates_of(rank: int, sizes: ParallelSizes) -> dict[str, int]:
 
 
 def fsdp_cuts(before: Sequence[Cut], shape: Sequence[int], num_ranks: int, *, axis: str = "fsdp") -> tuple[Cut, ...]:
-    """The cuts of a parameter after FSDP2 has sharded it along dimension 0, which every parameter but a scalar has."""
-    return (*before, Cut(axis, 0, num_ranks)) if num_ranks > 1 and shape else tuple(before)
+    """The cuts of a parameter after FSDP2 has sharded it, which it does with every one but a scalar."""
+    dim = 0 if before else fsdp_dim(shape, num_ranks)
+    return (*before, Cut(axis, dim, num_ranks)) if num_ranks > 1 and shape else tuple(before)
+
+
+def fsdp_dim(shape: Sequence[int], num_ranks: int) -> int:
+    """The dimension along which FSDP2 shards a parameter that nothing else cuts.
+
+    The first; of fused experts, (experts, rows, columns), that can't be divided by number, the last if it can be. Ranks
+    without an expert would hold, gather and send padding of the size of one.
+    """
+    dim = expert_shard_dim(shape[0], shape, num_ranks) if len(shape) == 3 else 0
+    return 0 if dim is None else dim
 
 
 def expert_shard_dim(num_own: int, shape: Sequence[int], num_shards: int) -> int | None:
