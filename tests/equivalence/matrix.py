@@ -130,12 +130,17 @@ def difference(found: Steps, wanted: Steps) -> Difference:
     weights, _ = zip(*_each(found.weights, wanted.weights), strict=True)
     return Difference(
         loss=abs(found.first.loss - wanted.first.loss),
-        absolute=max(absolute),
-        relative=max(relative),
+        absolute=_largest(absolute),
+        relative=_largest(relative),
         norm=abs(found.first.norm / wanted.first.norm - 1),
-        steps=max(abs(one - other) for one, other in zip(found.losses, wanted.losses, strict=True)),
-        weights=max(weights),
+        steps=_largest(abs(one - other) for one, other in zip(found.losses, wanted.losses, strict=True)),
+        weights=_largest(weights),
     )
+
+
+def _largest(values: Iterable[float]) -> float:
+    # Python's own would pass over what is no number.
+    return float(torch.tensor(list(values), dtype=torch.float64).max())
 
 
 def _each(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Iterable[tuple[float, float]]:
