@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hp_core.model.replacement.replacer import replace_modules
     from hp_core.observe.trackers import Tracker
     from hp_core.parallel.fsdp import shard_model
+    from hp_core.parallel.injection import inner_wrapper, local_compute
+    from hp_core.parallel.plan.model_plan import ModelPlan, plan_model
     from hp_core.parallel.setup import DistributedSetup
     from hp_core.training.base import BaseTrainer
     from hp_core.training.loss import ModelOutputLoss
@@ -34,6 +36,7 @@ _LAZY = {
     "LossWrapper": "hp_core.training.loss_wrapper",
     "MeshContext": "hp_core.data.protocols",
     "ModelOutputLoss": "hp_core.training.loss",
+    "ModelPlan": "hp_core.parallel.plan.model_plan",
     "Recipe": "hp_core.config",
     "Rename": "hp_core.model.replacement.contract",
     "ReplacementContext": "hp_core.model.replacement.contract",
@@ -45,8 +48,11 @@ _LAZY = {
     "TrainerConfig": "hp_core.config",
     "finish_model": "hp_core.model.build",
     "hookimpl": "hp_core.hookspecs",
+    "inner_wrapper": "hp_core.parallel.injection",
     "load_recipe": "hp_core.config",
+    "local_compute": "hp_core.parallel.injection",
     "module_replacement": "hp_core.model.replacement.contract",
+    "plan_model": "hp_core.parallel.plan.model_plan",
     "replace_modules": "hp_core.model.replacement.replacer",
     "shard_model": "hp_core.parallel.fsdp",
 }
@@ -63,6 +69,7 @@ __all__ = [
     "LossWrapper",
     "MeshContext",
     "ModelOutputLoss",
+    "ModelPlan",
     "Origin",
     "Problem",
     "Recipe",
@@ -77,8 +84,11 @@ __all__ = [
     "TrainerConfig",
     "finish_model",
     "hookimpl",
+    "inner_wrapper",
     "load_recipe",
+    "local_compute",
     "module_replacement",
+    "plan_model",
     "replace_modules",
     "shard_model",
 ]

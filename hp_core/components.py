@@ -24,6 +24,8 @@ class Group:
     runtime_arguments: tuple[str, ...] = ()
 
 
+_MESHES = ("mesh", "tp_mesh", "cp_mesh", "ep_mesh")
+
 GROUPS: tuple[Group, ...] = (
     Group(
         "hp.models",
@@ -34,8 +36,8 @@ GROUPS: tuple[Group, ...] = (
     Group("hp.optimizers", "optimizer", ("model",)),
     Group("hp.lr_schedulers", "lr_scheduler", ("optimizer", "train_iters")),
     Group("hp.module_replacements", "plan_overrides.replace_module", ("module", "module_fqn", "context")),
-    Group("hp.inner_wrappers", "plan_overrides.inner_wrapper"),
-    Group("hp.local_computes", "plan_overrides.local_compute_fn"),
+    Group("hp.inner_wrappers", "plan_overrides.inner_wrapper", ("target_module", *_MESHES)),
+    Group("hp.local_computes", "plan_overrides.local_compute_fn", ("module", *_MESHES)),
     Group("hp.datasets", "dataset", ("transform", "tokenizer", "mesh_context", "training_config")),
     Group("hp.tokenizers", "dataset.tokenizer"),
     Group(

@@ -14,27 +14,6 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 _hookspec = pluggy.HookspecMarker(PROJECT)
 
 
-@_hookspec
-def on_plan(plan: Any) -> None:
-    """Look at what is about to be built, before anything is.
-
-    When: not in this version yet, which refuses a recipe that activates a plugin with it; then
-        once in a run, after the recipe is resolved and before the model exists.
-    Ranks: every rank, with equal plans.
-
-    Args:
-        plan: what the run will build: the model, its replacements and its sharding. Read-only.
-
-    Returns:
-        Nothing; a value is ignored. Raise `hp_core.errors.InputError` to refuse the plan.
-
-    Example:
-        @hookimpl
-        def on_plan(plan):
-            print(plan)
-    """
-
-
 @_hookspec(firstresult=True)
 def build_model(
     config: Any,
@@ -94,6 +73,26 @@ def replace_module(module: Any, module_fqn: str, context: Any) -> Any:
             replacement = yield
             print(f"{module_fqn}: {type(replacement).__name__}")
             return replacement
+    """
+
+
+@_hookspec
+def on_plan(plan: Any) -> None:
+    """Look at how the model will lie on the ranks, before anything is sharded.
+
+    When: during `build_model`, once the modules are replaced, and before the model is sharded or has weights.
+    Ranks: every rank, with equal plans.
+
+    Args:
+        plan: the `ModelPlan`: `sizes`, `explain()`, `total_parameters`, `local_parameters(rank)`. Read-only.
+
+    Returns:
+        Nothing; a value is ignored. Raise `hp_core.errors.InputError` to refuse the plan.
+
+    Example:
+        @hookimpl
+        def on_plan(plan):
+            print(plan.explain())
     """
 
 

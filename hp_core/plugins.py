@@ -128,26 +128,6 @@ def load_plugins(
     return Plugins(_manager(candidates, defaults).hook, tuple(one.record for one in candidates))
 
 
-# In the specification, but nothing calls it yet.
-_WITHOUT_CALLS = frozenset({"on_plan"})
-
-
-def refuse_hooks_without_calls(plugins: Plugins) -> None:
-    """Refuse plugins with hooks that this version does not call: they would be active and do nothing.
-
-    Raises:
-        InputError: names each of them.
-    """
-    problems = [
-        Problem(f"{record} implements {hook}, which this version does not call yet", path="plugins")
-        for record in plugins.records
-        for hook in record.hooks
-        if hook in _WITHOUT_CALLS
-    ]
-    if problems:
-        raise InputError(problems)
-
-
 def provenance(plugins: Plugins, components_used: Iterable[Component]) -> dict[str, Any]:
     """Return which plugins and components took part, ready for `manifest.json`.
 

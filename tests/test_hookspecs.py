@@ -23,9 +23,9 @@ FIRSTRESULT = {
 
 def test_the_hooks_are_those_of_the_design_with_its_arguments() -> None:
     assert [hook.signature for hook in hooks().values()] == [
-        "on_plan(plan)",
         "build_model(config, distributed_setup, peft_config, activation_checkpoint, activation_swap, compile_config)",
         "replace_module(module, module_fqn, context)",
+        "on_plan(plan)",
         "build_loss(config)",
         "bind_model(loss_fn, model, distributed_setup)",
         "build_dataset(config, transform, tokenizer, mesh_context, training_config)",

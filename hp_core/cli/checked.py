@@ -44,7 +44,7 @@ def checked_recipe(
 
 def _plugin_problems(tree: MapNode, extra: Sequence[str], base_dir: Path) -> Sequence[Problem]:
     from hp_core.config.node import ListNode, ScalarNode
-    from hp_core.plugins import load_plugins, refuse_hooks_without_calls
+    from hp_core.plugins import load_plugins
 
     plugins = tree.get("plugins")
     items = plugins.items if isinstance(plugins, ListNode) else ()
@@ -56,7 +56,7 @@ def _plugin_problems(tree: MapNode, extra: Sequence[str], base_dir: Path) -> Seq
     names = [str(node.value) for node in nodes.values()]
     origins = {f"plugins[{index}]": node.origin for index, node in nodes.items()}
     try:
-        refuse_hooks_without_calls(load_plugins([*names, *extra], origins=origins, base_dir=base_dir))
+        load_plugins([*names, *extra], origins=origins, base_dir=base_dir)
     except InputError as error:
         return error.problems
     return ()

@@ -16,8 +16,10 @@ from hp_core.entry_points import describe
 from hp_core.errors import InputError, Problem
 from hp_core.spelling import did_you_mean
 
-# What `hp_core.module_replacement` sets on a factory.
+# What the decorators of hp_core set on a function.
 REPLACEMENT_MARK = "__hp_module_replacement__"
+INNER_WRAPPER_MARK = "__hp_inner_wrapper__"
+LOCAL_COMPUTE_MARK = "__hp_local_compute__"
 
 
 def import_callable(path: str) -> Callable[..., Any]:
@@ -178,10 +180,24 @@ def check_is_loss(function: Callable[..., Any], returns: Any, path: str) -> Prob
 
 def check_is_replacement(function: Callable[..., Any], returns: Any, path: str) -> Problem | None:
     """Return a problem unless the callable is marked as a factory of replacements; its own mark, not its base's."""
+    return _unmarked(function, REPLACEMENT_MARK, f"{path!r} is no module replacement", "module_replacement")
+
+
+def check_is_inner_wrapper(function: Callable[..., Any], returns: Any, path: str) -> Problem | None:
+    """Return a problem unless the callable is marked as an inner wrapper."""
+    return _unmarked(function, INNER_WRAPPER_MARK, f"{path!r} is no inner wrapper", "inner_wrapper")
+
+
+def check_is_local_compute(function: Callable[..., Any], returns: Any, path: str) -> Problem | None:
+    """Return a problem unless the callable is marked as a factory of local computations."""
+    return _unmarked(function, LOCAL_COMPUTE_MARK, f"{path!r} is no local computation", "local_compute")
+
+
+def _unmarked(function: Callable[..., Any], mark: str, message: str, decorator: str) -> Problem | None:
     marked = getattr(function, "__func__", function)
-    if REPLACEMENT_MARK in getattr(marked, "__dict__", {}):
+    if mark in getattr(marked, "__dict__", {}):
         return None
-    return Problem(f"{path!r} is no module replacement", hint="decorate it with @hp_core.module_replacement")
+    return Problem(message, hint=f"decorate it with @hp_core.{decorator}")
 
 
 def _members(annotation: Any) -> Iterable[Any]:

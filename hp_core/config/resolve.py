@@ -10,7 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from hp_core.components import Component, ComponentLoadError, Components, Group
-from hp_core.config.importing import check_is_loss, check_is_replacement, import_callable
+from hp_core.config.importing import (
+    check_is_inner_wrapper,
+    check_is_local_compute,
+    check_is_loss,
+    check_is_replacement,
+    import_callable,
+)
 from hp_core.config.nested import nested_group, nested_section
 from hp_core.config.node import MapNode, Node, ScalarNode, describe, is_null, nearest_origin, to_data, walk
 from hp_core.config.path import Path, format_path
@@ -23,7 +29,12 @@ from hp_core.errors import InputError, Problem
 from hp_core.spelling import did_you_mean, nearest
 
 # What a component must be, for the groups where that can be told before it is built.
-_CHECKS = {"hp.losses": check_is_loss, "hp.module_replacements": check_is_replacement}
+_CHECKS = {
+    "hp.losses": check_is_loss,
+    "hp.module_replacements": check_is_replacement,
+    "hp.inner_wrappers": check_is_inner_wrapper,
+    "hp.local_computes": check_is_local_compute,
+}
 
 
 def resolve_target(

@@ -53,8 +53,6 @@ class ComponentSection:
 _DEFAULTS = {"trainer": "text", "dataloader": "torch"}
 _SETTINGS = {"dataset": ("tokenizer",), "dataloader": ("collate_fn",)}
 _LISTS = ("trackers", "plan_overrides")
-# Sections of keys that this version doesn't implement.
-_LATER = ("plan_overrides.inner_wrapper", "plan_overrides.local_compute_fn")
 
 
 def _pattern(name: str) -> Path:
@@ -71,7 +69,6 @@ SECTIONS: tuple[ComponentSection, ...] = tuple(
         _SETTINGS.get(group.section, ()),
     )
     for group in GROUPS
-    if group.section not in _LATER
 )
 _BY_PATTERN = {section.pattern: section for section in SECTIONS}
 

@@ -15,9 +15,11 @@ from hp_core.model.load import load_weights, weight_files
 from hp_core.model.replacement.layout import original_layout
 from hp_core.model.replacement.replacer import replace_modules
 from hp_core.parallel.context.attention import use_context_attention
+from hp_core.parallel.expert.experts import spread_experts
 from hp_core.parallel.fsdp import DTYPES, shard_model
+from hp_core.parallel.plan.planner import Planner
 from hp_core.parallel.setup import DistributedSetup
-from hp_core.parallel.tensor.apply import share_tensors
+from hp_core.parallel.tensor.apply import apply_plan
 
 
 def build_causal_lm(
@@ -65,10 +67,13 @@ def finish_model(
     """
     setup = distributed_setup
     replaced = replace_modules(model, setup)
+    plan = (setup.planner or Planner()).prepare(model, setup)
     if setup.sizes.cp > 1:
         use_context_attention(model, setup)
-    if setup.sizes.tp > 1:
-        share_tensors(model, setup)
+    if plan.tensors is not None:
+        apply_plan(model, plan.tensors, setup.mesh["tp"])
+    if setup.expert_mesh is not None:
+        spread_experts(model, setup.expert_mesh["ep"], plan.experts)
     shard_model(model, setup)
     if files is None:
         model.to_empty(device=setup.device)

@@ -24,7 +24,8 @@ from hp_core.observe.trackers import METRICS_FILE
 
 RECIPE_FILE = "recipe.yaml"
 SAMPLES_FILE = "samples.jsonl"
-_RUN_FILES = (MANIFEST, METRICS_FILE, SAMPLES_FILE, CHECKPOINTS)
+PLAN_FILE = "plan.json"
+_RUN_FILES = (MANIFEST, METRICS_FILE, SAMPLES_FILE, PLAN_FILE, CHECKPOINTS)
 
 
 @dataclass(frozen=True)

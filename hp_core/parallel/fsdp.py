@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hp_core.config.models import MixedPrecisionConfig
 from hp_core.errors import InputError, RunError
 from hp_core.model.units import blocks
+from hp_core.parallel.expert.dispatch import Dispatch
 from hp_core.parallel.expert.experts import spread_experts
 from hp_core.parallel.plan.layout import expert_shard_dim, fsdp_dim, unsharable_experts
 from hp_core.parallel.prefetch import prefetch_blocks
@@ -60,7 +61,7 @@ def _without_padding(parameter: nn.Parameter, num_shards: int) -> Shard | None:
 def _shard_experts(model: nn.Module, setup: DistributedSetup, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Spread the experts over the ranks, and share each rank's own with the ranks that hold the same."""
     shards = mesh["dp_replicate", "efsdp"]
-    for experts in spread_experts(model, mesh["ep"]):
+    for experts in _spread(model) or spread_experts(model, mesh["ep"]):
         fully_shard(
             experts,
             mesh=shards,
@@ -69,6 +70,10 @@ def _shard_experts(model: nn.Module, setup: DistributedSetup, mesh: DeviceMesh, 
             mp_policy=replace(policy, cast_forward_inputs=False),
             shard_placement_fn=partial(_expert_shards, num_shards=mesh.size(1)),
         )
+
+
+def _spread(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module.forward, Dispatch)]
 
 
 def _expert_shards(parameter: nn.Parameter, num_shards: int) -> Shard:

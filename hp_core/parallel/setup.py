@@ -21,6 +21,7 @@ from hp_core.parallel.sizes import ParallelSizes, parallel_sizes
 
 if TYPE_CHECKING:
     from hp_core.model.replacement.replacer import ModuleReplacer
+    from hp_core.parallel.plan.planner import Planner
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class DistributedSetup:
     """Process group, device and meshes of a run; nobody else makes any of them.
 
     It also carries what a model builder needs to finish a model: `fsdp`, `precision`, the `seed` of the weights and
-    the `replacer` of modules.
+    the `replacer` of modules and the `planner` of sharding.
 
     `mesh` has the axes `pp`, `dp_replicate`, `fsdp` and `tp`; `fsdp`, over which parameters are sharded, is `dp_shard`
     and `cp` together. `fsdp_mesh` has the two in the middle, and `cp_mesh` the ranks that share a sequence.
@@ -51,6 +52,7 @@ class DistributedSetup:
     precision: MixedPrecisionConfig
     seed: int
     replacer: ModuleReplacer | None = None
+    planner: Planner | None = None
     expert_mesh: DeviceMesh | None = None
 
     @property

@@ -24,6 +24,7 @@ from hp_core.data.rows import as_datasets
 from hp_core.errors import HpError
 from hp_core.hooks import Hook
 from hp_core.model.replacement.contract import ReplacementContext
+from hp_core.parallel.plan.model_plan import ModelPlan
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.plugin_check import HookFunction
 from hp_core.testing.checks import BrokenPromiseError
@@ -47,6 +48,7 @@ _ARGUMENTS: Mapping[str, tuple[type, ...]] = {
     "module": (nn.Module,),
     "module_fqn": (str,),
     "context": (ReplacementContext,),
+    "plan": (ModelPlan,),
     "loss_fn": (nn.Module,),
     "model": (nn.Module,),
     "tokenizer": (Tokenizer, type(None)),

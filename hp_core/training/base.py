@@ -111,6 +111,10 @@ class BaseTrainer:
             self.run.record(replaced_modules=self.setup.replacer.summaries)
             for line in self.setup.replacer.lines():
                 self.run.console.say(line)
+        if self.setup.planner is not None:
+            self.setup.planner.require_applied()
+            for line in self.setup.planner.lines():
+                self.run.console.say(line)
         self.run.model = self.model
 
     def _build_loss(self) -> None:

@@ -18,12 +18,24 @@ from hp_core.config.render import resolved_yaml
 from hp_core.errors import HpError, InputError
 from hp_core.model.replacement.replacer import ModuleReplacer
 from hp_core.observe.console import Console
-from hp_core.observe.run_directory import RECIPE_FILE, RunDirectory, choose, clear, lock, make, release, versions
+from hp_core.observe.run_directory import (
+    PLAN_FILE,
+    RECIPE_FILE,
+    RunDirectory,
+    choose,
+    clear,
+    lock,
+    make,
+    release,
+    versions,
+    write_json,
+)
 from hp_core.observe.trackers import JsonlTracker
 from hp_core.parallel.agreement import require_same_everywhere
 from hp_core.parallel.environment import ProcessEnvironment
+from hp_core.parallel.plan.planner import Planner
 from hp_core.parallel.setup import DistributedSetup, default_threads, distributed
-from hp_core.plugins import load_plugins, provenance, refuse_hooks_without_calls
+from hp_core.plugins import load_plugins, provenance
 from hp_core.training.base import BaseTrainer
 from hp_core.training.defaults import DefaultHooks
 from hp_core.training.run import Report, Run, digest, on_main
@@ -62,14 +74,14 @@ def _train(
         base_dir=Path(recipe.path).resolve().parent,
         defaults=(DefaultHooks(),),
     )
-    refuse_hooks_without_calls(plugins)
     if config.training.enable_full_determinism:
         _be_deterministic()
     if "OMP_NUM_THREADS" not in os.environ and environment.launcher == "none":
         torch.set_num_threads(default_threads(1))
     with distributed(environment, config) as setup:
         replacer = ModuleReplacer(config.plan_overrides, plugins.hook.replace_module)
-        setup = dataclasses.replace(setup, replacer=replacer)
+        planner = Planner(config.plan_overrides, plugins.hook.on_plan)
+        setup = dataclasses.replace(setup, replacer=replacer, planner=planner)
         components = [target.component for target in config.targets() if target.component is not None]
         facts = {**provenance(plugins, components), "targets": _import_paths(config)}
         require_same_everywhere("recipes", digest(config), setup)
@@ -168,6 +180,9 @@ def _open_here(run: Run, overwrite: bool) -> None:
     ]
     clear(directory, overwrite=overwrite)
     (directory.path / RECIPE_FILE).write_text(resolved_yaml(run.recipe), encoding="utf-8")
+    planner = run.setup.planner
+    if planner is not None and planner.plan is not None:
+        write_json(directory.path / PLAN_FILE, planner.plan.as_dict())
     resume_step = None
     if directory.continues:
         resume_step = directory.checkpoint.step if directory.checkpoint else 0

@@ -69,7 +69,7 @@ class Teacher:
         random = random_state()
         built = target.build(
             # The recipe's replacements are for the model that is trained.
-            distributed_setup=dataclasses.replace(setup, replacer=None),
+            distributed_setup=dataclasses.replace(setup, replacer=None, planner=None),
             peft_config=None,
             activation_checkpoint=None,
             activation_swap=None,

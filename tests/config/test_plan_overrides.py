@@ -9,7 +9,7 @@ import pytest
 
 from hp_core.config.diff import differences
 from hp_core.config.importing import import_module_type
-from hp_core.config.models import PlanOverride
+from hp_core.config.models import AxisPlacements, PlanOverride
 from hp_core.config.render import resolved_yaml
 from hp_core.config.resolved import resolved_tree, to_shown_data
 from hp_core.errors import InputError
@@ -66,12 +66,71 @@ def test_spellings_are_alike(bench: Workbench) -> None:
         "{match: a, replace_module: fast_norm}",
         "{match: [a], replace_module: {name: fast_norm}}",
         "{match: a, when: null, module_type: null, exact_type: false, replace_module: {name: fast_norm}}",
-        "{match: a, params: null, in_src: {}, replace_module: fast_norm}",
+        "{match: a, params: null, out_src: null, replace_module: fast_norm}",
     )
     loaded = [entries(bench, f"plan_overrides: [{one}]\n") for one in spellings]
     assert all(one == loaded[0] for one in loaded)
     direct = PlanOverride(match="a", replace_module=loaded[0][0].replace_module)  # type: ignore[arg-type]
     assert direct == loaded[0][0]
+
+
+def test_a_contract(bench: Workbench) -> None:
+    (entry,) = entries(
+        bench,
+        """\
+plan_overrides:
+- match: "*.mlp"
+  params: {up.weight: {tp: shard(0)}, down.weight: {tp: shard(-1), ep: replicate}}
+  in_dst: none
+  out_src: {tp: partial}
+  out_dst: {}
+""",
+    )
+    assert entry.params == {
+        "up.weight": AxisPlacements(tp="shard(0)"),
+        "down.weight": AxisPlacements(tp="shard(-1)", ep="replicate"),
+    }
+    assert (entry.in_src, entry.in_dst) == (None, {})
+    assert (entry.out_src, entry.out_dst) == (AxisPlacements(tp="partial"), AxisPlacements())
+    assert entry.has_contract
+
+
+@pytest.mark.parametrize(
+    ("contract", "lines"),
+    [
+        (
+            "params: {w: {dp: shard(0)}}",
+            ["27: plan_overrides[0].params.w.dp: unknown key; known keys: cp, ep, tp"],
+        ),
+        ("out_src: {fsdp: shard(0)}", ["24: plan_overrides[0].out_src.fsdp: unknown key; known keys: cp, ep, tp"]),
+        (
+            "out_src: {tp: shard, cp: shard(x)}",
+            [
+                "28: plan_overrides[0].out_src.tp: expected replicate, partial or shard(N), got 'shard'",
+                "39: plan_overrides[0].out_src.cp: expected replicate, partial or shard(N), got 'shard(x)'",
+            ],
+        ),
+        ("in_dst: {x: shard(1)}", ["26: plan_overrides[0].in_dst.x: expected a mapping, got the text 'shard(1)'"]),
+        ("params: whole", ["22: plan_overrides[0].params: expected a mapping, got the text 'whole'"]),
+        ("out_dst: {tp: 1}", ["28: plan_overrides[0].out_dst.tp: expected text, got the number '1'; write \"1\""]),
+        (
+            f"inner_wrapper: {{_target_: {REPLACEMENTS}.fast_norm}}",
+            [
+                f"40: plan_overrides[0].inner_wrapper._target_: '{REPLACEMENTS}.fast_norm' is no inner wrapper; "
+                "decorate it with @hp_core.inner_wrapper"
+            ],
+        ),
+        (
+            f"local_compute_fn: {{_target_: {REPLACEMENTS}.plain_function}}",
+            [
+                f"43: plan_overrides[0].local_compute_fn._target_: '{REPLACEMENTS}.plain_function' is no local "
+                "computation; decorate it with @hp_core.local_compute"
+            ],
+        ),
+    ],
+)
+def test_faulty_contract(bench: Workbench, contract: str, lines: list[str]) -> None:
+    assert faults(bench, f"{{match: a, {contract}}}") == lines
 
 
 def test_classmethods_and_qualified_names_are_found(bench: Workbench) -> None:
@@ -83,6 +142,10 @@ def test_classmethods_and_qualified_names_are_found(bench: Workbench) -> None:
 
 
 INSTALLED = "installed: fast_norm, wrapped"
+NOTHING = (
+    "3: plan_overrides[0]: does nothing; write replace_module, params, in_src, in_dst, out_src, out_dst, "
+    "inner_wrapper or local_compute_fn"
+)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +155,14 @@ INSTALLED = "installed: fast_norm, wrapped"
             "{}",
             [
                 "3: plan_overrides[0].match: required key is missing",
-                "3: plan_overrides[0]: does nothing; write replace_module",
+                NOTHING,
             ],
         ),
         ("", ["2: plan_overrides[0]: expected a mapping, got null"]),
         ("text", ["3: plan_overrides[0]: expected a mapping, got the text 'text'"]),
         ("[a]", ["3: plan_overrides[0]: expected a mapping, got a list"]),
-        ("{match: a}", ["3: plan_overrides[0]: does nothing; write replace_module"]),
-        ("{match: a, replace_module: null}", ["3: plan_overrides[0]: does nothing; write replace_module"]),
+        ("{match: a}", [NOTHING]),
+        ("{match: a, replace_module: null}", [NOTHING]),
         ("{replace_module: fast_norm}", ["3: plan_overrides[0].match: required key is missing"]),
         ("{match: [], replace_module: fast_norm}", ["11: plan_overrides[0].match: must not be empty"]),
         ("{match: '', replace_module: fast_norm}", ["11: plan_overrides[0].match: must not be empty"]),
@@ -143,13 +206,13 @@ INSTALLED = "installed: fast_norm, wrapped"
         ("{match: a, replace_modul: fast_norm}", ["14: plan_overrides[0].replace_modul: unknown key; did you mean "]),
         (
             "{match: a, replace_module: fast_norm, eps: 1}",
-            ["41: plan_overrides[0].eps: unknown key; known keys: exact_type, match, module_type, replace_module, "],
+            ["41: plan_overrides[0].eps: unknown key; known keys: exact_type, in_dst, in_src, inner_wrapper, "],
         ),
         (
             "{match: a, inner_wrapper: ring, in_src: {x: 1}}",
             [
-                "14: plan_overrides[0].inner_wrapper: not supported by version ",
-                "35: plan_overrides[0].in_src: not supported by version ",
+                "29: plan_overrides[0].inner_wrapper.name: no plan_overrides.inner_wrapper component is named 'ring'; ",
+                "47: plan_overrides[0].in_src.x: expected a mapping, got the number '1'",
             ],
         ),
         (

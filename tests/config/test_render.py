@@ -142,7 +142,8 @@ def test_schema_completes_the_items_of_lists() -> None:
         assert (array["items"]["$ref"], null) == (f"#/$defs/{item}", {"type": "null"})
     entry = definitions["PlanOverride"]
     assert entry["properties"]["replace_module"]["$ref"] == "#/$defs/plan_overrides.replace_module"
-    assert (entry["required"], entry["anyOf"]) == (["match"], [{"required": ["replace_module"]}])
+    actions = ["replace_module", "params", "in_src", "in_dst", "out_src", "out_dst", "inner_wrapper"]
+    assert (entry["required"], entry["anyOf"][:-1]) == (["match"], [{"required": [action]} for action in actions])
     assert entry["properties"]["match"]["anyOf"][0] == {"type": "string", "minLength": 1}
     assert entry["additionalProperties"] is False
     choices = definitions["plan_overrides.replace_module"]["anyOf"]
@@ -179,7 +180,8 @@ def test_reference_names_every_key() -> None:
         "## `plan_overrides.replace_module`",
         "| `match` | text or list of text | required |",
         "| `replace_module` | component or null | `null` |",
-        "refused until then: `params`, `in_src`",
+        "| `params` | mapping or `none` or null | `null` |",
+        "| `out_src` | mapping of `tp`, `cp`, `ep` or `none` or null | `null` |",
     ):
         assert words in text
     assert "adam" not in text  # another distribution's

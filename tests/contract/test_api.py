@@ -25,6 +25,7 @@ API = {
     "LossWrapper": "class",
     "MeshContext": "class",
     "ModelOutputLoss": "class",
+    "ModelPlan": "class",
     "Origin": "class",
     "Problem": "class",
     "Recipe": "class",
@@ -40,9 +41,13 @@ API = {
     "finish_model": "(model: 'PreTrainedModel', distributed_setup: 'DistributedSetup', "
     "files: 'Sequence[str] | None' = None) -> 'None'",
     "hookimpl": "HookimplMarker",
+    "inner_wrapper": "(function: 'Function') -> 'Function'",
     "load_recipe": "(path: 'str | pathlib.Path', overrides: 'Sequence[str]' = (), *, "
     "components: 'Components | None' = None, env: 'Mapping[str, str] | None' = None) -> 'Recipe'",
+    "local_compute": "(factory: 'Function') -> 'Function'",
     "module_replacement": "(factory: 'Factory') -> 'Factory'",
+    "plan_model": "(model: 'PreTrainedModel', sizes: 'ParallelSizes', overrides: 'Sequence[PlanOverride]' = (), "
+    "settings: 'Settings | None' = None) -> 'ModelPlan'",
     "replace_modules": "(model: 'nn.Module', distributed_setup: 'DistributedSetup') -> 'tuple[Replaced, ...]'",
     "shard_model": "(model: 'nn.Module', setup: 'DistributedSetup') -> 'None'",
 }

@@ -222,6 +222,57 @@ def replaced(bench: Bench, **entry: Any) -> list[str]:
     return modules
 
 
+# An MLP that is planned as a chain of three, which keep the features between them cut.
+_CUT, _WHOLE = {"tp": "shard(-1)"}, {"tp": "replicate"}
+CHAIN = [
+    {"match": "*.mlp", "params": "none"},
+    *(
+        {"match": f"*.{name}_proj", "params": {"weight": {"tp": "shard(0)"}}, "out_dst": _CUT}
+        for name in ("gate", "up")
+    ),
+    {
+        "match": "*.down_proj",
+        "params": {"weight": {"tp": "shard(1)"}},
+        "in_src": {"input": _CUT},
+        "in_dst": {"input": _CUT},
+        "out_src": {"tp": "partial"},
+        "out_dst": _WHOLE,
+    },
+]
+
+
+def planned(side: str, place: str, wanted: str) -> Callable[[Bench], bool]:
+    """What the plan of two tensor ranks says of the last module of the chain, whose losses are one process's."""
+
+    def check(bench: Bench) -> bool:
+        found = chained(bench)
+        (boundary,) = [one for one in found["boundaries"] if one["name"].endswith("down_proj")]
+        (edge,) = [one for one in boundary["edges"] if one["side"] == side]
+        return bool(edge[place] == wanted)
+
+    return check
+
+
+def chained(bench: Bench) -> dict[str, Any]:
+    entries = f"--plan_overrides={json.dumps(CHAIN)}"
+    alone, shared = bench.run(), bench.run(entries, "--accelerator.tp_size=2", nproc=2)
+    assert shared.losses() == pytest.approx(alone.losses(), abs=1e-5)
+    plan: dict[str, Any] = json.loads((shared.directory / "plan.json").read_text())
+    return plan
+
+
+def cut_parameters(bench: Bench) -> bool:
+    plan = chained(bench)
+    cut = {
+        one["name"].rpartition(".mlp.")[2]: one["placements"] for one in plan["parameters"] if ".mlp." in one["name"]
+    }
+    return cut == {
+        "gate_proj.weight": {"tp": "shard(0)"},
+        "up_proj.weight": {"tp": "shard(0)"},
+        "down_proj.weight": {"tp": "shard(1)"},
+    }
+
+
 def refused_type(*overrides: str, text: str) -> Callable[[Bench], bool]:
     entry = "{match: model.norm, replace_module: rms_norm, module_type: torch.nn.Module}"
     return says(text, f"--plan_overrides=[{entry}]", *overrides, code=2)
@@ -438,6 +489,18 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     ),
     "plan_overrides.replace_module": lambda bench: (
         replaced(bench, match="*.mlp", replace_module="swiglu") == ["model.layers.0.mlp"]
+    ),
+    "plan_overrides.params": cut_parameters,
+    "plan_overrides.in_src": planned("input", "src", "shard(-1)"),
+    "plan_overrides.in_dst": planned("input", "dst", "shard(-1)"),
+    "plan_overrides.out_src": planned("output", "src", "partial"),
+    "plan_overrides.out_dst": planned("output", "dst", "replicate"),
+    "plan_overrides.inner_wrapper": losses_differ(
+        "--plan_overrides=[{match: '*.self_attn', inner_wrapper: {_target_: tests.contract.texts.halved}}]"
+    ),
+    "plan_overrides.local_compute_fn": losses_differ(
+        "--plan_overrides=[{match: '*.experts', local_compute_fn: {_target_: tests.contract.texts.silent_experts}}]",
+        base=(EXPERTS,),
     ),
     "evaluation.every": lambda bench: bench.run("--evaluation.every=1").evaluations() == [1, 2],
     "evaluation.at_end": at_end,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hp_core import inner_wrapper, local_compute
 from hp_plugins.collators.rows import rows
 from hp_plugins.tokenizers.byte_level import byte_tokenizer
 
@@ -108,3 +109,21 @@ class HangingLoss(nn.Module):
         if dist.get_rank() == 1:
             time.sleep(30)
         return model_output.loss
+
+
+@inner_wrapper
+def halved(target_module: nn.Module) -> None:
+    """Attentions that give half of what they did."""
+    forward = target_module.forward
+
+    def half(*args: Any, **kwargs: Any) -> Any:
+        output, weights = forward(*args, **kwargs)
+        return output / 2, weights
+
+    target_module.forward = half
+
+
+@local_compute
+def silent_experts() -> Any:
+    """Experts that add nothing."""
+    return lambda hidden_states, top_k_index, top_k_weights: hidden_states * 0

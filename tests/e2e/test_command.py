@@ -292,11 +292,14 @@ def test_a_tracker_that_fails_does_not_cost_the_run_that_is_replaced(tmp_path):
         (["--optimizer={_target_: tests.e2e.parts.stray_optimizer, lr: 0.1}"], "no parameter of the model"),
         (["--loss_fn={_target_: tests.e2e.parts.OddLoss}"], "can't be called with model_output and labels"),
         (["--loss_fn={_target_: tests.e2e.parts.TwoPartLoss, scael: 2}"], "loss_fn.scael: "),
-        (["--plugins=[./plan.py]"], "implements on_plan, which this version does not call yet"),
+        (["--plugins=[./plan.py]"], "too many parameters"),
     ],
 )
 def test_what_would_do_nothing_is_refused(tmp_path, overrides, message):
-    (tmp_path / "plan.py").write_text("from hp_core import hookimpl\n\n\n@hookimpl\ndef on_plan(plan):\n    del plan\n")
+    (tmp_path / "plan.py").write_text(
+        "from hp_core import hookimpl\n\n\n@hookimpl\ndef on_plan(plan):\n"
+        "    from hp_core import InputError\n    raise InputError('too many parameters')\n"
+    )
     done = hp_train_here(str(recipe(tmp_path)), *overrides)
     assert done.returncode == 2
     assert message in done.stderr

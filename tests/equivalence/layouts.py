@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from hp_core.config.models import AcceleratorConfig, FsdpConfig
+from hp_core.config.models import AcceleratorConfig, FsdpConfig, PlanOverride
 from hp_core.model.tiny import tiny_config
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.environment import ProcessEnvironment
+from hp_core.parallel.plan.planner import Planner
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.parallel.tiny import tiny_setup
 from hp_core.testing.checks import whole
@@ -56,7 +58,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: a family, the length of the rows, the loss, and rows that have no target."""
+    """What is trained: a family, rows of a length, a loss, rows that have no target, and contracts of modules."""
 
     family: str = "llama"
     length: int = 16
@@ -64,6 +66,7 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     silent: tuple[int, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
+    overrides: tuple[PlanOverride, ...] = ()
 
     def batch(self, step: int = 0) -> dict[str, torch.Tensor]:
         """The whole batch of a step, as a collator gives it."""
@@ -145,6 +148,7 @@ class Trial:
 
     def __init__(self, setup: DistributedSetup, case: Case, layout: Layout) -> None:
         self.setup, self.case, self.layout = setup, case, layout
+        setup = dataclasses.replace(setup, planner=Planner(case.overrides))
         self.model = build(setup, {**tiny_config(case.family), **case.config})
         if layout.checkpointing:
             self.model.activation_checkpointing_enable()

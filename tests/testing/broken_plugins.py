@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hp_core import hookimpl
+from hp_core import InputError, hookimpl
 
 
 class Everything:
@@ -21,6 +21,10 @@ class Everything:
     @hookimpl(wrapper=True)
     def replace_module(self, module, module_fqn, context):
         return (yield)
+
+    @hookimpl
+    def on_plan(self, plan):
+        assert plan.explain()
 
     @hookimpl
     def build_loss(self, config):
@@ -115,10 +119,10 @@ class ForAnotherVersion(Watches):
 # called
 
 
-class Plans(Watches):
+class RefusesThePlan(Watches):
     @hookimpl
     def on_plan(self, plan):
-        pass
+        raise InputError(f"{plan.total_parameters} parameters are too many")
 
 
 class Replaces(Watches):

@@ -15,9 +15,6 @@ from hp_core.testing.recording import argument_faults, result_fault
 from tests.testing import broken_plugins as broken
 from tests.testing.caught import failures
 
-# In the manual, but not called yet.
-LATER = {"on_plan"}
-
 
 @hook_checks(broken.everything)
 def test_a_plugin_with_every_hook_keeps_every_promise(check: Check) -> None:
@@ -25,7 +22,7 @@ def test_a_plugin_with_every_hook_keeps_every_promise(check: Check) -> None:
 
 
 def test_it_has_every_hook() -> None:
-    assert {name for name in hooks() if hasattr(broken.Everything, name)} == set(hooks()) - LATER
+    assert {name for name in hooks() if hasattr(broken.Everything, name)} == set(hooks())
 
 
 @hook_checks("tests.testing.broken_plugins:watches")
@@ -45,7 +42,7 @@ NO_VALIDATION = TINY_RECIPE.replace("  validation_rows: 2\n", "").replace("evalu
 
 # The plugin, its recipe, the checks that catch it, and a part of what the first of them says.
 CAUGHT = [
-    (broken.Plans, None, ["called", "runs"], "on_plan, on_step_end: never called; the run ended before"),
+    (broken.RefusesThePlan, None, ["called", "runs"], "on_step_end: never called; the run ended before"),
     (broken.Replaces, TINY_RECIPE, ["called"], "replace_module: never called; give a recipe in which they are"),
     (broken.WritesEvaluation, NO_VALIDATION, ["called"], "on_evaluate: never called"),
     (broken.BuildsText, None, ["results", "runs"], "build_loss returned a str, not a torch.nn.Module"),

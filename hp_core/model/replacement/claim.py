@@ -52,11 +52,14 @@ class _Claims:
     problems: list[Problem] = field(default_factory=list)
 
 
-def claim(model: nn.Module, rules: Iterable[Rule], idle: Iterable[Rule] = ()) -> list[Claim]:
+def claim(
+    model: nn.Module, rules: Iterable[Rule], idle: Iterable[Rule] = (), verb: str = "replaces", *, nested: bool = False
+) -> list[Claim]:
     """Match every rule against the names of the model's modules, its root left out.
 
     A pattern is a case-sensitive glob in which `*` crosses dots; it must be the whole name. `idle` rules claim nothing,
-    but names and types don't depend on the topology for which they are meant, so theirs are checked as well.
+    but names and types don't depend on the topology for which they are meant, so theirs are checked as well. `verb` is
+    what a rule does to a module; `nested` allows one inside another.
 
     Raises:
         InputError: with all problems: a pattern without a hit, a hit of another type than the rule's, modules of
@@ -73,7 +76,8 @@ def claim(model: nn.Module, rules: Iterable[Rule], idle: Iterable[Rule] = ()) ->
         _claim(rule, hits, names, claims)
     for rule in idle:
         claims.problems += _wrong_types(rule, _hits(rule, modules, claims.problems))
-    claims.problems += _nested(claims.by_module.values())
+    if not nested:
+        claims.problems += _nested(claims.by_module.values(), verb)
     if claims.problems:
         raise InputError(claims.problems)
     return list(claims.by_module.values())
@@ -146,7 +150,7 @@ def _claim(rule: Rule, hits: Mapping[str, nn.Module], names: Mapping[int, list[s
         claims.problems.append(Problem(message, f"{rule.path}.match", hint="narrow one of the patterns"))
 
 
-def _nested(claims: Iterable[Claim]) -> Iterator[Problem]:
+def _nested(claims: Iterable[Claim], verb: str) -> Iterator[Problem]:
     owners = {fqn: one for one in claims for fqn in one.fqns}
     inside: dict[tuple[str, str], list[str]] = {}
     for fqn, one in owners.items():
@@ -156,5 +160,5 @@ def _nested(claims: Iterable[Claim]) -> Iterator[Problem]:
                 inside.setdefault((one.rule.path, outer.rule.path), []).append(f"{fqn} (in {fqn[:end]})")
                 break
     for (inner, outer_path), fqns in inside.items():
-        message = f"inside a module that {outer_path} replaces: {listing(fqns)}"
-        yield Problem(message, f"{inner}.match", hint="replace the outer or the inner module, not both")
+        message = f"inside a module that {outer_path} {verb}: {listing(fqns)}"
+        yield Problem(message, f"{inner}.match", hint="match the outer or the inner module, not both")

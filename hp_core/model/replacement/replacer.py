@@ -22,6 +22,7 @@ from hp_core.model.replacement.contract import ReplacementContext, ResetsBuffers
 from hp_core.model.replacement.structure import Structure, lost_call, lost_records, lost_structure, recorded_types
 from hp_core.model.replacement.transforms import inherit_requires_grad, misnamed, names_of, wrong_transforms
 from hp_core.parallel.agreement import require_same_everywhere
+from hp_core.parallel.plan.active import is_active
 
 if TYPE_CHECKING:
     from hp_core.parallel.setup import DistributedSetup
@@ -149,14 +150,6 @@ def replace_modules(model: nn.Module, distributed_setup: DistributedSetup) -> tu
     """
     replacer = distributed_setup.replacer
     return () if replacer is None else replacer.apply(model, distributed_setup)
-
-
-def is_active(override: PlanOverride, sizes: Mapping[str, int]) -> bool:
-    """Whether an entry applies to a run of these sizes: without `when` always, else where that size is above 1."""
-    if override.when is None:
-        return True
-    size = sizes["dp_replicate"] * sizes["dp_shard"] if override.when == "dp" else sizes[override.when]
-    return size > 1
 
 
 @dataclass

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -86,6 +87,35 @@ class Dispatch:
         finally:
             module._parameters.update(held)
             module.num_experts = number
+
+
+class LocalCompute:
+    """A function of the user's in the place of a module's forward; it has the signature of that function."""
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        self._compute = compute
+        self.__signature__ = inspect.signature(compute)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute with the parameters that the module has now."""
+        return self._compute(*args, **kwargs)
+
+
+class OwnDispatch(Dispatch):
+    """A dispatch whose `forward` sends the tokens itself: it is given the rank's own experts and all its tokens."""
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Dispatch`."""
+        with self._own_experts():
+            return self.forward(hidden_states, top_k_index, top_k_weights)
+
+
+def dispatch_of(experts: nn.Module, group: dist.ProcessGroup) -> Dispatch:
+    """What takes the place of the forward of a module whose experts lie on the ranks of `group`."""
+    kind = OwnDispatch if isinstance(experts.forward, LocalCompute) else Dispatch
+    return kind(experts, experts.forward, group)
 
 
 def _own(parameter: nn.Parameter | None) -> nn.Parameter | None:

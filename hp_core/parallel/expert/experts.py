@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.expert.count import indivisible
-from hp_core.parallel.expert.dispatch import Dispatch, num_experts_of
+from hp_core.parallel.expert.dispatch import dispatch_of, num_experts_of
 
 # What the forward of a module of experts takes; gpt-oss has other words for the same.
 _ARGUMENTS = (
@@ -22,22 +22,23 @@ _PATH = "accelerator.ep_size"
 _HINT = "remove 'ep_size'"
 
 
-def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+def spread_experts(model: nn.Module, mesh: DeviceMesh, names: Collection[str] | None = None) -> list[nn.Module]:
     """Leave each rank of `mesh`, of one axis, its part of the experts of every layer of `model`, in place.
 
-    Returns the modules that hold them. Their parameters, whole on every rank before or on the meta device, become
-    DTensors sharded by expert, and their forward sends tokens to the experts' ranks.
+    With `names`, only of these modules. Returns the modules that hold them. Their parameters, whole on every rank
+    before or on the meta device, become DTensors sharded by expert, and their forward sends tokens to the experts'
+    ranks.
 
     Raises:
         InputError: the model has no experts, or holds them in a way that is not understood, or their number doesn't
             divide.
     """
-    found = experts_of(model, mesh.size())
+    found = {fqn: one for fqn, one in experts_of(model, mesh.size()).items() if names is None or fqn in names}
     for module in found.values():
         for name, parameter in list(module.named_parameters(recurse=False)):
             own = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))
-        module.forward = Dispatch(module, module.forward, mesh.get_group())
+        module.forward = dispatch_of(module, mesh.get_group())
     return list(found.values())
 
 
@@ -60,9 +61,14 @@ def experts_of(model: nn.Module, num_ranks: int) -> dict[str, nn.Module]:
 def _fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that hold a matrix for each of their experts in one parameter."""
     for fqn, module in model.named_modules():
-        number = num_experts_of(module)
-        if any(one.ndim > 2 and len(one) == number for one in module.parameters(recurse=False)):
+        if holds_experts(module):
             yield fqn, module
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module holds a matrix for each of its experts in one parameter."""
+    number = num_experts_of(module)
+    return any(one.ndim > 2 and len(one) == number for one in module.parameters(recurse=False))
 
 
 def _problems(fqn: str, module: nn.Module, num_ranks: int) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from hp_core.parallel.plan.edge import REPLICATE, Edge, Placement, shard
 
-Kind = Literal["attention", "mlp", "replicated"]
+Kind = Literal["attention", "mlp", "contract", "replicated"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,10 @@ class ShardingPlan:
         """The sizes of the tensors in all collectives, forward and backward, for each token."""
         collectives = (one for boundary in self.boundaries for edge in boundary.edges for one in edge.collectives)
         return sum(one.bytes_per_token for one in collectives)
+
+    def has(self, fqn: str) -> bool:
+        """Whether a module of this name is a boundary."""
+        return any(one.fqn == fqn for one in self.boundaries)
 
     def explain(self, fqn: str | None = None) -> str:
         """The plan as text, layers that are planned alike together; with `fqn`, that boundary alone.

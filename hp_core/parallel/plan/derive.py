@@ -7,7 +7,7 @@ region each rank has its own heads or features, so a parameter that all of them 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.plan.boundary import Boundary, ParameterPlan, ShardingPlan
+from hp_core.parallel.plan.contract import Contract
 from hp_core.parallel.plan.edge import PARTIAL, REPLICATE, Edge
 from hp_core.parallel.plan.roles import (
     KV_PROJECTIONS,
@@ -26,6 +27,7 @@ from hp_core.parallel.plan.roles import (
     roles_of,
 )
 from hp_core.parallel.plan.shapes import PATH, SharedSizes
+from hp_core.parallel.plan.written import with_contracts
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,27 @@ class _Seen:
                 yield name, parameter
 
 
-def derive_plan(model: PreTrainedModel, tp_size: int) -> ShardingPlan:
+def derive_plan(model: PreTrainedModel, tp_size: int, contracts: Sequence[Contract] = ()) -> ShardingPlan:
     """The plan of `model`, on whatever device, for `tp_size` ranks; nothing of the model is changed.
+
+    `contracts` are what the recipe says of some of its modules, in the place of what is derived.
 
     Raises:
         InputError: heads or widths can't be shared by so many ranks (all of them, with the numbers that would
-            work), or the model has nothing to share.
+            work), the model has nothing to share, or a contract doesn't fit. See `with_contracts`.
     """
-    regions = list(_regions(model))
-    _refuse_misfits(model, regions, tp_size)
+    boundaries = _boundaries(model, tp_size, contracts)
+    plan = ShardingPlan(tp_size, tuple(with_contracts(model, boundaries, contracts, tp_size)))
+    if not plan.shared:
+        message = "every module is kept whole, so that ranks have nothing to share"
+        raise InputError(Problem(message, path=PATH, hint="remove 'tp_size', or leave some to be cut"))
+    return plan
+
+
+def _boundaries(model: PreTrainedModel, tp_size: int, contracts: Sequence[Contract]) -> list[Boundary]:
+    whole = {one.fqn: f"kept whole by {one.path}" for one in contracts if one.keeps_whole}
+    regions = list(_regions(model, whole))
+    _refuse_misfits(model, regions, tp_size, may_be_none=bool(contracts))
     by_name = {one.fqn: one for one in regions}
     boundaries: list[Boundary] = []
     inside: set[nn.Module] = set()
@@ -85,12 +99,15 @@ def derive_plan(model: PreTrainedModel, tp_size: int) -> ShardingPlan:
         parameters = tuple(ParameterPlan(name, tuple(one.shape)) for name, one in seen.first(module, recurse=False))
         if parameters or note:
             boundaries.append(Boundary(fqn, "replicated", type(module).__name__, parameters, note=note))
-    return ShardingPlan(tp_size, tuple(boundaries))
+    return boundaries
 
 
-def _regions(model: PreTrainedModel) -> Iterator[_Region]:
+def _regions(model: PreTrainedModel, whole: Mapping[str, str]) -> Iterator[_Region]:
     tp_plan = model.tp_plan
     for fqn, module in model.named_modules():
+        if fqn in whole:
+            yield _Region(fqn, module, note=whole[fqn])
+            continue
         roles = roles_of(fqn, module, tp_plan)
         is_attention = isinstance(module, (GroupedAttention, LatentAttention))
         if roles is not None:
@@ -124,14 +141,14 @@ def _cut(roles: Roles) -> set[str]:
     return {*roles.columns, roles.row}
 
 
-def _refuse_misfits(model: PreTrainedModel, regions: list[_Region], tp_size: int) -> None:
+def _refuse_misfits(model: PreTrainedModel, regions: list[_Region], tp_size: int, *, may_be_none: bool) -> None:
     sizes = SharedSizes(
         frozenset(heads for one in regions for heads in one.sizes.heads),
         frozenset(width for one in regions for width in one.sizes.widths),
     )
     if problems := sizes.problems(tp_size):
         raise InputError(problems)
-    if all(one.note for one in regions):
+    if all(one.note for one in regions) and not may_be_none:
         why = f"{regions[0].fqn}: {regions[0].note}" if regions else "its projections are fused, or not linear"
         message = f"{type(model).__name__} has no attention or MLP that ranks can share: {why}"
         raise InputError(Problem(message, path=PATH, hint="remove 'tp_size'"))

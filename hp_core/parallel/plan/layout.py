@@ -55,6 +55,15 @@ class ParameterLayout:
         """The elements that a rank holds."""
         return prod(self.local_shape(coordinates)) if coordinates["pp"] == self.pp_rank else 0
 
+    def numel_before(self, axis: str, coordinates: Mapping[str, int]) -> int:
+        """The elements that the ranks of an axis hold together, whatever they are cut by before."""
+        shape = list(self.shape)
+        for cut in self.cuts:
+            if cut.axis == axis:
+                break
+            shape[cut.dim] = cut.length(shape[cut.dim], coordinates[cut.axis])
+        return prod(shape)
+
     @property
     def placements(self) -> dict[str, str]:
         """The placement on each axis that cuts it, in the words of the sharding contract."""
@@ -86,10 +95,37 @@ class ModelLayout:
         """
         return self._local(coordinates_of(rank, self.sizes))
 
+    @property
+    def first_coordinates(self) -> dict[str, int]:
+        """Those of rank 0."""
+        return dict.fromkeys(self.axes, 0)
+
+    @cached_property
+    def by_rank(self) -> tuple[int, ...]:
+        """The elements of every rank. Only what is cut unevenly is looked at more than once."""
+        axes = self.axes
+        even = [0] * axes["pp"]
+        varying: dict[tuple[int, str], list[int]] = {
+            (pp, axis): [0] * axes[axis] for pp in range(axes["pp"]) for axis in ("fsdp", "efsdp")
+        }
+        for one in self.parameters:
+            last = one.cuts[-1] if one.cuts else None
+            first = self.first_coordinates | {"pp": one.pp_rank}
+            if last is None or last.axis not in ("fsdp", "efsdp"):
+                even[one.pp_rank] += one.local_numel(first)
+                continue
+            for coordinate in range(axes[last.axis]):
+                varying[one.pp_rank, last.axis][coordinate] += one.local_numel(first | {last.axis: coordinate})
+        places = (coordinates_of(rank, self.sizes) for rank in range(self.sizes.world))
+        return tuple(
+            even[at["pp"]] + varying[at["pp"], "fsdp"][at["fsdp"]] + varying[at["pp"], "efsdp"][at["efsdp"]]
+            for at in places
+        )
+
     @cached_property
     def most_local_parameters(self) -> int:
         """The elements of the rank that holds most of them: the first of every axis, in its pipeline stage."""
-        return max(self._local({**dict.fromkeys(self.axes, 0), "pp": pp}) for pp in range(self.sizes.pp))
+        return max(self._local({**self.first_coordinates, "pp": pp}) for pp in range(self.sizes.pp))
 
     @cached_property
     def fewest_local_parameters(self) -> int:

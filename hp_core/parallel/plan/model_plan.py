@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from hp_core.errors import InputError
+from hp_core.config.models import PlanOverride
+from hp_core.errors import InputError, Problem
 from hp_core.parallel.expert.experts import experts_of
-from hp_core.parallel.plan.boundary import ShardingPlan
+from hp_core.parallel.plan.boundary import Boundary, ShardingPlan
+from hp_core.parallel.plan.contract import contracts_of, experts_kept_whole
 from hp_core.parallel.plan.derive import derive_plan
+from hp_core.parallel.plan.exchange import Exchange, Settings, exchange_lines, exchanges_of
 from hp_core.parallel.plan.layout import (
     Cut,
     ModelLayout,
@@ -28,42 +33,98 @@ from hp_core.parallel.sizes import ParallelSizes
 class ModelPlan:
     """How a model lies on the ranks of these sizes, and what they exchange. Data alone: nothing is applied yet.
 
-    `tensors` is what tensor ranks share, None where there is one.
+    `tensors` is what tensor ranks share, None where there is one; `experts` are the modules whose experts are spread,
+    and `exchanges` what ranks of the other axes send each other.
     """
 
     sizes: ParallelSizes
     layout: ModelLayout
     tensors: ShardingPlan | None = None
+    experts: tuple[str, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
 
     @property
     def total_parameters(self) -> int:
         """The elements of the whole model."""
         return self.layout.total
 
+    def summary(self) -> str:
+        """In a line, how many ranks share the model along which axes, and how much of it one of them holds."""
+        sizes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.all.items() if size > 1)
+        most, fewest = self.layout.most_local_parameters, self.layout.fewest_local_parameters
+        held = f"{most:,}" if most == fewest else f"{fewest:,} to {most:,}"
+        return f"plan: {sizes}: a rank holds {held} of {self.total_parameters:,} parameters"
+
+    def explain(self, fqn: str | None = None) -> str:
+        """The plan of all axes as text, layers that are planned alike together; with `fqn`, that module alone.
+
+        Raises:
+            KeyError: nothing is planned for a module of that name.
+        """
+        exchanges = [one for one in self.exchanges if fqn in (None, one.fqn)]
+        lines = [] if fqn is not None else [self.summary()]
+        if self.tensors is not None and (fqn is None or not exchanges or self.tensors.has(fqn)):
+            lines.append(self.tensors.explain(fqn))
+        lines += exchange_lines(exchanges)
+        if not lines:
+            raise KeyError(f"no boundary {fqn!r}")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for `plan.json`: numbers, lists and text alone."""
+        boundaries = () if self.tensors is None else self.tensors.boundaries
+        return {
+            "sizes": self.sizes.all,
+            "total_parameters": self.total_parameters,
+            "local_parameters": list(_runs(self.layout.by_rank)),
+            "parameters": [
+                {"name": one.fqn, "shape": list(one.shape), "pp_rank": one.pp_rank, "placements": one.placements}
+                for one in self.layout.parameters
+            ],
+            "boundaries": [_boundary(one) for one in boundaries],
+            "exchanges": [asdict(one) for one in self.exchanges],
+        }
+
     def local_parameters(self, rank: int) -> int:
         """The elements that a rank holds. See `ModelLayout.local_parameters`."""
         return self.layout.local_parameters(rank)
 
 
-def plan_model(model: PreTrainedModel, sizes: ParallelSizes) -> ModelPlan:
+def plan_model(
+    model: PreTrainedModel,
+    sizes: ParallelSizes,
+    overrides: Sequence[PlanOverride] = (),
+    settings: Settings | None = None,
+) -> ModelPlan:
     """The plan of `model`, on whatever device, for a run of these sizes; nothing of the model is changed.
 
-    Its cost grows with the modules of the model, not with the ranks.
+    Its cost grows with the modules of the model, not with the ranks. `overrides` are the recipe's `plan_overrides`,
+    `settings` its other sections that matter.
 
     Raises:
-        InputError: heads, widths or experts can't be shared by so many ranks.
+        InputError: heads, widths or experts can't be shared by so many ranks, or the recipe's contracts don't fit.
     """
-    tensors = derive_plan(model, sizes.tp) if sizes.tp > 1 else None
-    return ModelPlan(sizes, ModelLayout(sizes, tuple(_layouts(model, sizes, tensors))), tensors)
-
-
-def _layouts(model: nn.Module, sizes: ParallelSizes, tensors: ShardingPlan | None) -> Iterator[ParameterLayout]:
+    contracts = contracts_of(model, overrides, sizes)
+    tensors = derive_plan(model, sizes.tp, contracts) if sizes.tp > 1 else None
     experts = experts_of(model, sizes.ep) if sizes.ep > 1 else {}
+    spread = tuple(fqn for fqn, module in experts.items() if not experts_kept_whole(fqn, module, contracts))
+    if experts and not spread:
+        message = "every module of experts is kept whole, and so has no effect"
+        raise InputError(Problem(message, path="accelerator.ep_size", hint="remove it, or leave some to be spread"))
+    layout = ModelLayout(sizes, tuple(_layouts(model, sizes, tensors, spread)))
+    exchanges = tuple(exchanges_of(model, layout, spread, settings or Settings()))
+    return ModelPlan(sizes, layout, tensors, spread, exchanges)
+
+
+def _layouts(
+    model: nn.Module, sizes: ParallelSizes, tensors: ShardingPlan | None, experts: Sequence[str]
+) -> Iterator[ParameterLayout]:
+    spread = frozenset(experts)
     by_tensors = _tensor_cuts(tensors)
     axes = axis_sizes(sizes)
     for fqn, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
-        if fqn.rpartition(".")[0] in experts:
+        if fqn.rpartition(".")[0] in spread:
             cuts = _expert_cuts(shape, axes)
         else:
             cuts = fsdp_cuts(by_tensors.get(fqn, ()), shape, axes["fsdp"])
@@ -88,3 +149,29 @@ def _expert_cuts(shape: tuple[int, ...], axes: Mapping[str, int]) -> tuple[Cut, 
         raise InputError(unsharable_experts(num_own, shape[-1], num_shards))
     among_holders = (Cut("efsdp", dim, num_shards),) if num_shards > 1 else ()
     return (Cut("ep", 0, axes["ep"]), *among_holders)
+
+
+def _boundary(one: Boundary) -> dict[str, Any]:
+    edges = [
+        {
+            "name": edge.name,
+            "side": "output" if edge is one.output else "input",
+            "src": str(edge.src),
+            "dst": str(edge.dst),
+            "collectives": [
+                {"name": done.name, "direction": done.direction, "bytes_per_token": done.bytes_per_token}
+                for done in edge.collectives
+            ],
+        }
+        for edge in one.edges
+    ]
+    return {"name": one.fqn, "type": one.module_type, "kind": one.kind, "note": one.note, "edges": edges}
+
+
+def _runs(by_rank: Sequence[int]) -> Iterator[dict[str, int]]:
+    """Neighbouring ranks that hold equally much together."""
+    first = 0
+    for number, ranks in groupby(by_rank):
+        last = first + len(list(ranks)) - 1
+        yield {"first_rank": first, "last_rank": last, "parameters": number}
+        first = last + 1

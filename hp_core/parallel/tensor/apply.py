@@ -59,11 +59,13 @@ def _apply(module: nn.Module, boundary: Boundary, tp_mesh: DeviceMesh) -> None:
         parts.append(Part(owner, leaf, plan, tp_rank, tp_mesh.size()))
     if boundary.kv_groups is not None and isinstance(module, GroupedAttention):
         module.num_key_value_groups = boundary.kv_groups
-    row = module.get_submodule(boundary.row or "")
-    assert isinstance(row, nn.Linear)
-    assert boundary.output is not None
-    row.forward = RowForward(row, boundary.output, group)  # type: ignore[method-assign, assignment]  # an instance's own forward
-    module.forward = SharedForward(module, parts, boundary.inputs, group)
+    output = boundary.output
+    if boundary.row is not None and output is not None:
+        row = module.get_submodule(boundary.row)
+        assert isinstance(row, nn.Linear)
+        row.forward = RowForward(row, output, group)  # type: ignore[method-assign]  # an instance's own forward
+        output = None
+    module.forward = SharedForward(module, parts, boundary.inputs, group, output)
 
 
 def _distributed(parameter: nn.Parameter, plan: ParameterPlan, tp_mesh: DeviceMesh) -> DTensor:

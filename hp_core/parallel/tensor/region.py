@@ -64,7 +64,12 @@ class SharedForward:
     """Takes the place of a region's forward: its inputs cross the edges of the plan, and it computes on its parts."""
 
     def __init__(
-        self, module: nn.Module, parts: Sequence[Part], inputs: Sequence[Edge], group: dist.ProcessGroup
+        self,
+        module: nn.Module,
+        parts: Sequence[Part],
+        inputs: Sequence[Edge],
+        group: dist.ProcessGroup,
+        output: Edge | None = None,
     ) -> None:
         self._module = module
         self._forward: Callable[..., Any] = module.forward
@@ -72,6 +77,7 @@ class SharedForward:
         self._parts = tuple(parts)
         self._edges = {edge.name: edge for edge in inputs}
         self._group = group
+        self._output = output
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward on this rank's parts."""
@@ -80,7 +86,12 @@ class SharedForward:
         own = {(part.owner, part.name): part for part in self._parts}
         replaced = {place: part.local(_parameter(*place)) for place, part in own.items()}
         with _in_place(replaced), self._random_numbers():
-            return self._forward(*values, **named)
+            found = self._forward(*values, **named)
+        if self._output is None:
+            return found
+        if isinstance(found, tuple):
+            return (cross(found[0], self._output, self._group), *found[1:])
+        return cross(found, self._output, self._group)
 
     def _random_numbers(self) -> AbstractContextManager[None]:
         module = self._module
@@ -105,13 +116,13 @@ class RowForward:
         self._output = output
         self._group = group
 
-    def __call__(self, features: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Project this rank's features and have the sum of all cross the edge of the plan."""
         bias = self._linear.bias
         if bias is None:
-            return cross(self._forward(features), self._output, self._group)
+            return cross(self._forward(input), self._output, self._group)
         with _in_place({(self._linear, "bias"): None}):
-            projected = self._forward(features)
+            projected = self._forward(input)
         return cross(projected, self._output, self._group) + bias
 
 

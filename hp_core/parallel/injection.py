@@ -1,0 +1,202 @@
+"""Code of the user's inside a model: wrappers woven into attentions, and what experts compute with their own part."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from hp_core.config.importing import INNER_WRAPPER_MARK, LOCAL_COMPUTE_MARK
+from hp_core.config.models import PlanOverride
+from hp_core.config.target import Target
+from hp_core.entry_points import describe
+from hp_core.errors import HpError, InputError, Problem
+from hp_core.model.replacement.claim import Claim, Rule, claim
+from hp_core.parallel.expert.dispatch import LocalCompute
+from hp_core.parallel.expert.experts import holds_experts
+from hp_core.parallel.plan.active import is_active
+from hp_core.parallel.plan.contract import grouped
+from hp_core.parallel.plan.roles import GroupedAttention, LatentAttention
+from hp_core.parallel.setup import DistributedSetup
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def inner_wrapper(function: Function) -> Function:
+    """Mark a function that weaves code into an attention, so that `plan_overrides` may name it as `inner_wrapper`.
+
+    It is called once for each attention that the entry matches, with the keyword `target_module` (on the meta device,
+    before anything is sharded) and those of `mesh`, `tp_mesh`, `cp_mesh` and `ep_mesh` that it declares, and with the
+    arguments that the recipe writes. It puts another `forward` into `target_module` and returns None. That forward
+    runs on this rank's heads and its part of each sequence. `ep_mesh` is None where experts are not spread.
+
+    Raises:
+        TypeError: it doesn't declare `target_module`, or takes `**kwargs`, which would swallow misspelt arguments.
+    """
+    return _marked(function, INNER_WRAPPER_MARK, "inner wrapper", ("target_module",))
+
+
+def local_compute(factory: Function) -> Function:
+    """Mark a function that makes a computation of experts, so that `plan_overrides` may name it as `local_compute_fn`.
+
+    It is called once for each module of experts that the entry matches, with those of the keywords `module`, `mesh`,
+    `tp_mesh`, `cp_mesh` and `ep_mesh` that it declares, and with the arguments that the recipe writes. It returns a
+    function with the parameters of the module's forward, which takes its place. While that runs, the module's
+    parameters are this rank's part of them, so it sends tokens to the experts' ranks itself. `ep_mesh` is None where
+    experts are not spread.
+
+    Raises:
+        TypeError: it takes `**kwargs`, which would swallow misspelt arguments.
+    """
+    return _marked(factory, LOCAL_COMPUTE_MARK, "local computation", ())
+
+
+def _marked(function: Function, mark: str, kind: str, needed: Sequence[str]) -> Function:
+    parameters = inspect.signature(function).parameters
+    name = getattr(function, "__qualname__", repr(function))
+    if missing := [one for one in needed if one not in parameters]:
+        raise TypeError(f"the {kind} {name} must declare {', '.join(missing)}")
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        raise TypeError(f"the {kind} {name} must declare its arguments by name, without **kwargs")
+    setattr(function, mark, True)
+    return function
+
+
+@dataclass(frozen=True)
+class Injection:
+    """Code of the user's that a module now runs: the entry, the recipe's name of the component, and the modules."""
+
+    path: str
+    component: str
+    fqns: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.component} in {self.fqns[0]}" + (
+            f" and {len(self.fqns) - 1} more" if len(self.fqns) > 1 else ""
+        )
+
+
+def inject(model: nn.Module, overrides: Iterable[PlanOverride], setup: DistributedSetup) -> tuple[Injection, ...]:
+    """Weave every active `inner_wrapper` and `local_compute_fn` into `model`, which is on meta and whole, in place.
+
+    Raises:
+        InputError: a pattern without a hit, a match that is no attention or holds no experts, a wrapper that returns
+            something or leaves the forward as it was, a computation with other parameters than the forward's.
+    """
+    entries = [Rule(index, one) for index, one in enumerate(overrides)]
+    done = [
+        *_injected(
+            model, [one for one in entries if one.override.inner_wrapper is not None], setup, _woven, "inner_wrapper"
+        ),
+        *_injected(
+            model,
+            [one for one in entries if one.override.local_compute_fn is not None],
+            setup,
+            _swapped,
+            "local_compute_fn",
+        ),
+    ]
+    return tuple(done)
+
+
+_Injecting = Callable[[Claim, Target, Mapping[str, Any]], Iterator[Problem]]
+
+
+def _injected(
+    model: nn.Module, rules: Sequence[Rule], setup: DistributedSetup, injecting: _Injecting, field: str
+) -> Iterator[Injection]:
+    rules = [Rule(one.index, _without_type(one.override)) for one in rules]
+    active = [one for one in rules if is_active(one.override, setup.sizes.all)]
+    claims = claim(model, active, verb="changes") if active else []
+    idle = [one for rule in rules if rule not in active for one in claim(model, [rule], verb="changes")]
+    problems = [problem for one in (*claims, *idle) for problem in _of_another_kind(one, field)]
+    meshes = {
+        "mesh": setup.mesh,
+        "tp_mesh": setup.mesh["tp"],
+        "cp_mesh": setup.cp_mesh,
+        "ep_mesh": None if setup.expert_mesh is None else setup.expert_mesh["ep"],
+    }
+    for one in claims if not problems else ():
+        target = one.rule.override.inner_wrapper if field == "inner_wrapper" else one.rule.override.local_compute_fn
+        assert target is not None
+        problems += injecting(one, target, meshes)
+    if problems:
+        raise InputError(grouped(problems))
+    by_rule: dict[str, list[Claim]] = {}
+    for one in claims:
+        by_rule.setdefault(one.rule.path, []).append(one)
+    for path, own in by_rule.items():
+        override = own[0].rule.override
+        target = override.inner_wrapper if field == "inner_wrapper" else override.local_compute_fn
+        assert target is not None
+        yield Injection(f"{path}.{field}", target.spelling, tuple(one.fqn for one in own))
+
+
+def _without_type(override: PlanOverride) -> PlanOverride:
+    """What an entry matches that also replaces is the replacement, of another type."""
+    if override.replace_module is None:
+        return override
+    return override.model_copy(update={"module_type": None, "exact_type": False})
+
+
+def _of_another_kind(one: Claim, field: str) -> Iterator[Problem]:
+    path, kind = f"{one.rule.path}.match", type(one.module).__name__
+    if field == "inner_wrapper" and not isinstance(one.module, (GroupedAttention, LatentAttention)):
+        yield Problem(
+            f"{one.fqn}: {kind} is no attention, which an inner wrapper is for", path, hint="narrow the pattern"
+        )
+    elif field == "local_compute_fn" and not holds_experts(one.module):
+        message = f"{one.fqn}: {kind} holds no experts, which a local computation is for"
+        yield Problem(message, path, hint="narrow the pattern, as in '*.experts'")
+
+
+def _woven(one: Claim, target: Target, meshes: Mapping[str, Any]) -> Iterator[Problem]:
+    path = f"{one.rule.path}.inner_wrapper"
+    before = one.module.forward
+    try:
+        given = target.build(target_module=one.module, **meshes)
+    except HpError:
+        raise
+    except Exception as error:
+        yield Problem(f"{one.fqn}: {target.spelling} raises {describe(error)}", path)
+        return
+    if given is not None:
+        yield Problem(f"{one.fqn}: {target.spelling} returns a {type(given).__name__}, not None", path)
+    elif one.module.forward == before:
+        message = f"{one.fqn}: {target.spelling} leaves the forward as it was"
+        yield Problem(message, path, hint="put another into target_module.forward")
+    else:
+        yield from _other_parameters(one, before, one.module.forward, path, target)
+
+
+def _swapped(one: Claim, target: Target, meshes: Mapping[str, Any]) -> Iterator[Problem]:
+    path = f"{one.rule.path}.local_compute_fn"
+    try:
+        compute = target.build(module=one.module, **meshes)
+    except HpError:
+        raise
+    except Exception as error:
+        yield Problem(f"{one.fqn}: {target.spelling} raises {describe(error)}", path)
+        return
+    if not callable(compute):
+        yield Problem(f"{one.fqn}: {target.spelling} returns a {type(compute).__name__}, no function", path)
+        return
+    wrong = list(_other_parameters(one, one.module.forward, compute, path, target))
+    if not wrong:
+        one.module.forward = LocalCompute(compute)
+    yield from wrong
+
+
+def _other_parameters(
+    one: Claim, before: Callable[..., Any], after: Callable[..., Any], path: str, target: Target
+) -> Iterator[Problem]:
+    wanted, found = inspect.signature(before).parameters, inspect.signature(after).parameters
+    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values())
+    named = [name for name, parameter in wanted.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    missing = [name for name in named if name not in found]
+    if missing and not is_open:
+        message = f"{one.fqn}: the function of {target.spelling} doesn't take {', '.join(missing)}"
+        yield Problem(message, path, hint=f"declare ({', '.join(wanted)})")
