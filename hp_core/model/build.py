@@ -73,7 +73,7 @@ def finish_model(
     if plan.tensors is not None:
         apply_plan(model, plan.tensors, setup.mesh["tp"])
     if setup.expert_mesh is not None:
-        spread_experts(model, setup.expert_mesh["ep"], plan.experts)
+        spread_experts(model, setup, plan.experts)
     shard_model(model, setup)
     if files is None:
         model.to_empty(device=setup.device)

@@ -61,7 +61,7 @@ def _without_padding(parameter: nn.Parameter, num_shards: int) -> Shard | None:
 def _shard_experts(model: nn.Module, setup: DistributedSetup, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Spread the experts over the ranks, and share each rank's own with the ranks that hold the same."""
     shards = mesh["dp_replicate", "efsdp"]
-    for experts in _spread(model) or spread_experts(model, mesh["ep"]):
+    for experts in _spread(model) or spread_experts(model, setup):
         fully_shard(
             experts,
             mesh=shards,

@@ -33,8 +33,8 @@ class DistributedSetup:
 
     `mesh` has the axes `pp`, `dp_replicate`, `fsdp` and `tp`; `fsdp`, over which parameters are sharded, is `dp_shard`
     and `cp` together. `fsdp_mesh` has the two in the middle, and `cp_mesh` the ranks that share a sequence.
-    `expert_mesh`, where experts are spread, takes the ranks of `fsdp` apart: along `ep` they hold other experts, along
-    `efsdp` shards of the same; its first axis is `dp_replicate`.
+    `expert_mesh`, where experts are spread, takes the ranks of `fsdp` and `tp` apart: along `ep` they hold other
+    experts, along `efsdp` shards of the same; its first axis is `dp_replicate`.
     `host_group` reduces numbers that live on the host (token counts, metrics) without waiting for the accelerator; it
     spans all ranks.
     """
@@ -179,8 +179,11 @@ def setup_of(
         InputError: the sizes don't make the world.
     """
     sizes = parallel_sizes(config, environment.world_size)
-    axes = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "fsdp": sizes.dp_shard * sizes.cp, "tp": sizes.tp}
-    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    fsdp = sizes.dp_shard * sizes.cp
+    # What experts cut anew is one axis here: an axis that is made of two can't be named in a slice.
+    axes = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "shared": fsdp * sizes.tp}
+    stages = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = stages._unflatten(2, (fsdp, sizes.tp), ("fsdp", "tp"))
     shared = mesh["fsdp"]._unflatten(0, (sizes.dp_shard, sizes.cp), ("dp_shard", "cp"))
     return DistributedSetup(
         environment=environment,
@@ -195,15 +198,15 @@ def setup_of(
         fsdp=config.fsdp_config,
         precision=config.mixed_precision,
         seed=config.training.seed,
-        expert_mesh=_expert_mesh(mesh, sizes),
+        expert_mesh=_expert_mesh(stages, sizes),
     )
 
 
-def _expert_mesh(mesh: DeviceMesh, sizes: ParallelSizes) -> DeviceMesh | None:
+def _expert_mesh(stages: DeviceMesh, sizes: ParallelSizes) -> DeviceMesh | None:
     if sizes.ep == 1:
         return None
-    num_shards = sizes.dp_shard * sizes.cp // sizes.ep
-    return mesh["dp_replicate", "fsdp"]._unflatten(1, (num_shards, sizes.ep), ("efsdp", "ep"))
+    num_shards = sizes.dp_shard * sizes.cp * sizes.tp // sizes.ep
+    return stages["dp_replicate", "shared"]._unflatten(1, (num_shards, sizes.ep), ("efsdp", "ep"))
 
 
 def _device(environment: ProcessEnvironment, training: TrainingConfig) -> torch.device:

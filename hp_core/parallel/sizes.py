@@ -114,15 +114,13 @@ def _expert_problems(config: TrainerConfig, num_data_ranks: int) -> Iterator[Pro
     ep_size, path = accelerator.ep_size, "accelerator.ep_size"
     if ep_size == 1:
         return
-    if accelerator.tp_size > 1:
-        message = "expert and tensor parallelism are not implemented together in this version"
-        yield Problem(message, path=path, hint="remove 'ep_size' or 'tp_size'")
-        return
     _, shard = data_sizes(config.fsdp_config, num_data_ranks)
-    ranks = shard * accelerator.cp_size
+    tp_size = accelerator.tp_size
+    ranks = shard * accelerator.cp_size * tp_size
     if ranks % ep_size:
         works = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
         holders = f"dp_shard_size {shard} x cp_size {accelerator.cp_size}"
+        holders += f" x tp_size {tp_size}" if tp_size > 1 else ""
         message = f"{ep_size} does not divide {holders}, the ranks that experts can be spread over"
         yield Problem(message, path=path, hint=f"ep_size that would: {works}")
 

@@ -51,7 +51,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "cp 2 ulysses x tp 2": _layout(4, cp_size=2, tp_size=2, cp_method="ulysses"),
     "fsdp 2 x cp 2 x tp 2": _layout(8, cp_size=2, tp_size=2),
     "fsdp 2 x cp 2 ring x tp 2": _layout(8, cp_size=2, tp_size=2, cp_method="ring"),
-    # The ranks of experts are taken from those of fsdp and cp.
+    # The ranks of experts are taken from those of fsdp, cp and tp.
     "fsdp 2, ep 2": _layout(2, ep_size=2),
     "fsdp 2, ep 2, 2 micro-batches": _layout(2, micro_batches=2, ep_size=2),
     "fsdp 4, ep 2": _layout(4, ep_size=2),
@@ -63,6 +63,15 @@ LAYOUTS: Mapping[str, Layout] = {
     "fsdp 2 x cp 2 ring, ep 4": _layout(4, cp_size=2, ep_size=4, cp_method="ring"),
     "fsdp 4 x cp 2, ep 4": _layout(8, cp_size=2, ep_size=4),
     "hsdp 2 x 2 x cp 2, ep 2": _layout(8, HSDP, cp_size=2, ep_size=2),
+    "tp 2, ep 2": _layout(2, tp_size=2, ep_size=2),
+    "tp 4, ep 2": _layout(4, tp_size=4, ep_size=2),
+    "fsdp 2 x tp 2, ep 2": _layout(4, tp_size=2, ep_size=2),
+    "fsdp 2 x tp 2, ep 4": _layout(4, tp_size=2, ep_size=4),
+    "hsdp 2 x tp 2, ep 2": _layout(4, HSDP, tp_size=2, ep_size=2),
+    "fsdp 4 x tp 2, ep 4": _layout(8, tp_size=2, ep_size=4),
+    "hsdp 2 x 2 x tp 2, ep 4": _layout(8, HSDP, tp_size=2, ep_size=4),
+    "fsdp 2 x cp 2 x tp 2, ep 2": _layout(8, cp_size=2, tp_size=2, ep_size=2),
+    "fsdp 2 x cp 2 ring x tp 2, ep 4": _layout(8, cp_size=2, tp_size=2, ep_size=4, cp_method="ring"),
 }
 # What every run of the tests holds; the rest is left to `pytest -m layouts`.
 CORE = (
@@ -74,6 +83,7 @@ CORE = (
     "cp 2 ring",
     "cp 2, ep 2",
     "fsdp 4, ep 2",
+    "fsdp 2 x tp 2, ep 4",
 )
 
 

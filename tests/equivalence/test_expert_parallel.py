@@ -34,6 +34,8 @@ TWO = Layout(2, {"ep_size": 2})
 SHARED = Layout(4, {"ep_size": 2})
 FOUR = Layout(4, {"ep_size": 4})
 ACROSS_CONTEXT = Layout(4, {"ep_size": 2, "cp_size": 2})
+# Tensor ranks hold the same tokens, of which each sends a part.
+ON_TENSORS = Layout(4, {"ep_size": 4, "tp_size": 2})
 
 
 class EagerExperts(CausalLMLoss):
@@ -64,8 +66,9 @@ def alone(name: str) -> Found:
     return found_on(CASES[name], Layout())
 
 
-def test_a_step_of_mixtral_is_that_of_one_process() -> None:
-    assert_same(found_on(CASES["mixtral"], SHARED), alone("mixtral"))
+@pytest.mark.parametrize("layout", [SHARED, ON_TENSORS], ids=str)
+def test_a_step_of_mixtral_is_that_of_one_process(layout: Layout) -> None:
+    assert_same(found_on(CASES["mixtral"], layout), alone("mixtral"))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,7 @@ def test_a_step_of_mixtral_is_that_of_one_process() -> None:
         Layout(2, {"ep_size": 2}, num_micro_batches=2, checkpointing=True),
         Layout(4, {"ep_size": 2}, checkpointing=True),
         Layout(2, {"ep_size": 2}, {"reshard_after_forward": False}, num_micro_batches=2),
+        Layout(4, {"ep_size": 4, "tp_size": 2}, num_micro_batches=2, checkpointing=True),
     ],
     ids=str,
 )
@@ -88,7 +92,9 @@ def test_experts_that_are_computed_one_by_one(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.layouts)])
-@pytest.mark.parametrize("layout", [TWO, SHARED, FOUR, Layout(4, {"ep_size": 4}, checkpointing=True)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [TWO, SHARED, FOUR, Layout(4, {"ep_size": 4}, checkpointing=True), ON_TENSORS], ids=str
+)
 def test_ranks_whose_experts_get_no_token_take_part(layout: Layout, eager: bool) -> None:
     case = Case("qwen3_moe", loss=OneForAll, arguments={"eager": eager})
     found, wanted = found_on(case, layout), found_on(case, Layout())
@@ -98,7 +104,7 @@ def test_ranks_whose_experts_get_no_token_take_part(layout: Layout, eager: bool)
     assert gradient[1:].abs().sum() == 0
 
 
-@pytest.mark.parametrize("layout", [TWO, SHARED, ACROSS_CONTEXT], ids=str)
+@pytest.mark.parametrize("layout", [TWO, SHARED, ACROSS_CONTEXT, ON_TENSORS], ids=str)
 def test_ranks_without_targets_add_nothing(layout: Layout) -> None:
     case = Case("qwen3_moe", silent=(0, 1))
     assert_same(found_on(case, layout), found_on(case, Layout()))

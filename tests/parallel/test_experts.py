@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
+from hp_core.checkpoint.layout import step_directory
 from hp_core.config import load_recipe
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig
 from hp_core.errors import InputError
@@ -28,6 +30,7 @@ from hp_core.testing.ranks import run_ranks
 from hp_core.testing.setups import tiny_setup
 from hp_core.training.gradients import clip, norm_and_count
 from tests.e2e.runs import recipe, steps, train
+from tests.equivalence.layouts import beyond
 from tests.model.tiny import build
 
 Tensors = dict[str, torch.Tensor]
@@ -40,8 +43,8 @@ CONFIGS = {
     "three": {**tiny_config("qwen3_moe"), "num_experts": 6},
 }
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
-# (ranks, ep_size, dp_replicate_size)
-LAYOUTS = [(2, 2, 1), (4, 2, 1), (4, 4, 1), (4, 2, 2)]
+# (ranks, ep_size, dp_replicate_size, tp_size)
+LAYOUTS = [(2, 2, 1, 1), (4, 2, 1, 1), (4, 4, 1, 1), (4, 2, 2, 1), (4, 4, 1, 2), (4, 2, 1, 4)]
 MOE = (
     "--model.config={model_type: qwen3_moe, vocab_size: 96, hidden_size: 32, num_hidden_layers: 2, "
     "num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, num_experts: 4, num_experts_per_tok: 2, "
@@ -50,8 +53,11 @@ MOE = (
 )
 
 
-def a_setup(environment: ProcessEnvironment, ep_size: int, replicate: int = 1, **sections: Any) -> Any:
-    accelerator, fsdp = AcceleratorConfig(ep_size=ep_size), FsdpConfig(dp_replicate_size=replicate)
+def a_setup(
+    environment: ProcessEnvironment, ep_size: int, replicate: int = 1, tp_size: int = 1, **sections: Any
+) -> Any:
+    accelerator = AcceleratorConfig(ep_size=ep_size, tp_size=tp_size)
+    fsdp = FsdpConfig(dp_replicate_size=replicate)
     return tiny_setup(environment, accelerator=accelerator, fsdp=fsdp, **sections)
 
 
@@ -60,6 +66,7 @@ def weights(
     name: str,
     ep_size: int,
     replicate: int,
+    tp_size: int,
     pretrained: str | None,
     exported: str | None,
 ) -> tuple[Tensors, int, int]:
@@ -75,7 +82,7 @@ def weights(
 
     DtensorShardOperation.shard_tensor = counted
     try:
-        with a_setup(environment, ep_size, replicate) as setup:
+        with a_setup(environment, ep_size, replicate, tp_size) as setup:
             model = build(setup, None if pretrained else CONFIGS[name], pretrained=pretrained)
             if exported:
                 export_model(model, exported)
@@ -93,12 +100,12 @@ def assert_equal(found: Tensors, wanted: Tensors) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "three"])
 def test_initial_weights_are_those_of_one_process_and_are_written_as_such(tmp_path: Path, name: str) -> None:
-    wanted, _, _ = run_ranks(weights, 1, name, 1, 1, None, None)[0]
-    for index, (ranks, ep_size, replicate) in enumerate(LAYOUTS):
+    wanted, _, _ = run_ranks(weights, 1, name, 1, 1, 1, None, None)[0]
+    for index, (ranks, ep_size, replicate, tp_size) in enumerate(LAYOUTS):
         if CONFIGS[name].get("num_experts", 4) % ep_size:
             continue
         exported = str(tmp_path / str(index))
-        found, _, _ = run_ranks(weights, ranks, name, ep_size, replicate, None, exported)[-1]
+        found, _, _ = run_ranks(weights, ranks, name, ep_size, replicate, tp_size, None, exported)[-1]
         assert_equal(found, wanted)
         assert_equal(AutoModelForCausalLM.from_pretrained(exported).state_dict(), wanted)
 
@@ -106,12 +113,12 @@ def test_initial_weights_are_those_of_one_process_and_are_written_as_such(tmp_pa
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "mixtral", "three"])
 def test_each_rank_reads_its_own_experts_and_no_others(tmp_path: Path, name: str) -> None:
     directory = str(tmp_path / "model")
-    wanted, _, _ = run_ranks(weights, 1, name, 1, 1, None, directory)[0]
+    wanted, _, _ = run_ranks(weights, 1, name, 1, 1, 1, None, directory)[0]
     all_experts = sum(value.numel() for value in wanted.values() if value.ndim == 3)
-    for ranks, ep_size, replicate in LAYOUTS:
+    for ranks, ep_size, replicate, tp_size in LAYOUTS:
         if CONFIGS[name].get("num_experts", 4) % ep_size:
             continue
-        for found, read, held in run_ranks(weights, ranks, name, ep_size, replicate, directory, None):
+        for found, read, held in run_ranks(weights, ranks, name, ep_size, replicate, tp_size, directory, None):
             assert_equal(found, wanted)
             assert read == held == all_experts // (ranks // replicate)
 
@@ -138,18 +145,55 @@ def test_experts_that_lie_transposed_on_disk_are_read_by_shards(tmp_path: Path, 
         assert_equal(run_ranks(vision_weights, ranks, str(tmp_path), ep_size)[-1], wanted)
 
 
+def on(sizes: str) -> str:
+    """An override of one size, or of several."""
+    return f"--accelerator={sizes}" if sizes.startswith("{") else f"--accelerator.{sizes}"
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
-    [((2, "ep_size=2"), (1, "ep_size=1")), ((1, "ep_size=1"), (2, "ep_size=2")), ((4, "ep_size=2"), (2, "ep_size=2"))],
+    [
+        ((2, "ep_size=2"), (1, "ep_size=1")),
+        ((1, "ep_size=1"), (2, "ep_size=2")),
+        ((4, "ep_size=2"), (2, "ep_size=2")),
+        ((4, "{ep_size: 4, tp_size: 2}"), (2, "ep_size=2")),
+        ((2, "ep_size=2"), (4, "{ep_size: 2, tp_size: 4}")),
+    ],
 )
 def test_another_spread_goes_on_with_the_same_run(tmp_path: Path, first: Any, second: Any) -> None:
     path = recipe(tmp_path)
     unbroken = train(path, *MOE, out=tmp_path / "unbroken")
     out = tmp_path / "broken"
-    train(path, *MOE, f"--accelerator.{first[1]}", "--training.stop_after=3", nproc=first[0], out=out)
-    rows = train(path, *MOE, f"--accelerator.{second[1]}", "--checkpoint.resume=latest", nproc=second[0], out=out)
+    train(path, *MOE, on(first[1]), "--training.stop_after=3", nproc=first[0], out=out)
+    rows = train(path, *MOE, on(second[1]), "--checkpoint.resume=latest", nproc=second[0], out=out)
     assert steps(rows) == pytest.approx(steps(unbroken), abs=2e-6)
     assert steps(rows, "grad_norm") == pytest.approx(steps(unbroken, "grad_norm"), rel=1e-5)
+
+
+ONE_FOR_ALL = """\
+from hp_core import hookimpl
+
+
+@hookimpl
+def on_train_start(run):
+    for name, module in run.model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda _, args, output: (*output[:2], output[2] * 0))
+    run.model.set_experts_implementation("eager")
+"""
+
+
+def test_experts_that_no_token_reaches_have_a_state_that_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "one_for_all.py").write_text(ONE_FOR_ALL)
+    path = recipe(tmp_path, extra="plugins: [./one_for_all.py]\n")
+    unbroken = train(path, *MOE, out=tmp_path / "unbroken")
+    out = tmp_path / "broken"
+    train(path, *MOE, on("{ep_size: 4, tp_size: 2}"), "--training.stop_after=3", nproc=4, out=out)
+    held = FileSystemReader(step_directory(out, 3)).read_metadata().state_dict_metadata
+    (moments,) = (held[name] for name in held if EXPERTS in name and name.endswith("exp_avg"))
+    assert tuple(moments.size) == (4, 32, 32)
+    rows = train(path, *MOE, on("ep_size=2"), "--checkpoint.resume=latest", nproc=2, out=out)
+    assert steps(rows) == pytest.approx(steps(unbroken), abs=2e-6)
 
 
 RUNS = {
@@ -162,13 +206,20 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_whole_runs_are_those_of_one_process(tmp_path: Path, name: str) -> None:
+ON_TENSORS = "{ep_size: 4, tp_size: 2}"
+
+
+@pytest.mark.parametrize(
+    "run",
+    [*((name, "ep_size=2") for name in RUNS), *beyond(((name, ON_TENSORS) for name in RUNS), ("muon", ON_TENSORS))],
+)
+def test_whole_runs_are_those_of_one_process(tmp_path: Path, run: tuple[str, str]) -> None:
+    name, sizes = run
     overrides, tolerance = RUNS[name]
     common = [*MOE, *overrides, "--training.train_iters=4"]
     path = recipe(tmp_path)
     alone = train(path, *common, out=tmp_path / "alone")
-    rows = train(path, *common, "--accelerator.ep_size=2", nproc=4, out=tmp_path / "spread")
+    rows = train(path, *common, on(sizes), nproc=4, out=tmp_path / "spread")
     assert len(rows) == len(alone) == (6 if name == "adamw" else 4)
     for found, wanted in zip(rows, alone, strict=True):
         losses = [key for key in wanted if key.endswith("loss")]
@@ -177,9 +228,9 @@ def test_whole_runs_are_those_of_one_process(tmp_path: Path, name: str) -> None:
     assert steps(rows, "grad_norm") == pytest.approx(steps(alone, "grad_norm"), rel=10 * tolerance)
 
 
-def clipped(environment: ProcessEnvironment, ep_size: int, replicate: int) -> tuple[float, float, float]:
+def clipped(environment: ProcessEnvironment, ep_size: int, replicate: int, tp_size: int) -> tuple[float, float, float]:
     """The norm of gradients that are the weights, by the engine and by hand, and the one after clipping to a half."""
-    with a_setup(environment, ep_size, replicate) as setup:
+    with a_setup(environment, ep_size, replicate, tp_size) as setup:
         model = build(setup, CONFIGS["qwen3_moe"])
         parameters = list(model.parameters())
         for parameter in parameters:
@@ -190,9 +241,11 @@ def clipped(environment: ProcessEnvironment, ep_size: int, replicate: int) -> tu
         return norm, by_hand, norm_and_count(parameters, torch.zeros(()), setup)[0]
 
 
-@pytest.mark.parametrize(("ranks", "ep_size", "replicate"), LAYOUTS)
-def test_the_norm_counts_each_expert_once_and_clipping_is_exact(ranks: int, ep_size: int, replicate: int) -> None:
-    norm, by_hand, after = run_ranks(clipped, ranks, ep_size, replicate)[0]
+@pytest.mark.parametrize(("ranks", "ep_size", "replicate", "tp_size"), LAYOUTS)
+def test_the_norm_counts_each_expert_once_and_clipping_is_exact(
+    ranks: int, ep_size: int, replicate: int, tp_size: int
+) -> None:
+    norm, by_hand, after = run_ranks(clipped, ranks, ep_size, replicate, tp_size)[0]
     assert norm == pytest.approx(by_hand, rel=1e-6)
     assert after == pytest.approx(0.5, rel=1e-6)
 
@@ -250,9 +303,9 @@ def test_experts_compute_in_the_dtype_of_the_rest_and_are_weighed_in_the_routers
         ),
         (
             4,
-            ["--accelerator={ep_size: 2, tp_size: 2}"],
-            "expert and tensor parallelism are not implemented together in this version",
-            "remove 'ep_size' or 'tp_size'",
+            ["--accelerator={ep_size: 4, tp_size: 2}", "--fsdp_config.dp_replicate_size=2"],
+            "4 does not divide dp_shard_size 1 x cp_size 1 x tp_size 2, the ranks that experts can be spread over",
+            "ep_size that would: 1, 2",
         ),
     ],
 )

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hp_core.parallel.expert.exchange import exchange, in_order_of_tokens, routes_of, rows_of_pairs
+from hp_core.parallel.expert.share import TokenShare
 
 ExpertsForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -42,11 +43,14 @@ class Dispatch:
         experts: the module; its parameters are DTensors over the group while it runs.
         forward: what it computes, `(tokens, top_k_index, top_k_weights)` to tokens.
         group: the ranks that hold the experts.
+        tensor_group: the ranks that are called with the same tokens, each of which sends its part of them; None where
+            no other rank is.
     """
 
     experts: nn.Module
     forward: ExpertsForward
     group: dist.ProcessGroup
+    tensor_group: dist.ProcessGroup | None = None
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -55,6 +59,15 @@ class Dispatch:
 
         The weights stay here: a result is weighed where its token is.
         """
+        if self.tensor_group is None:
+            return self._computed(hidden_states, top_k_index, top_k_weights)
+        share = TokenShare(len(hidden_states), self.tensor_group)
+        inputs = (hidden_states, top_k_index, top_k_weights)
+        return share.whole(self._computed(*(share.of(one) for one in inputs)))
+
+    def _computed(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         assert isinstance(self.experts, HoldsExperts)
         routes = routes_of(top_k_index, self.experts.num_experts, self.group)
         rows = rows_of_pairs(hidden_states, routes, top_k_index.shape[1])
@@ -102,20 +115,24 @@ class LocalCompute:
 
 
 class OwnDispatch(Dispatch):
-    """A dispatch whose `forward` sends the tokens itself: it is given the rank's own experts and all its tokens."""
+    """A dispatch whose `forward` sends the tokens itself: it is given the rank's own experts and all its tokens.
 
-    def __call__(
+    Of tokens that tensor ranks share, those are its part.
+    """
+
+    def _computed(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """See `Dispatch`."""
         with self._own_experts():
             return self.forward(hidden_states, top_k_index, top_k_weights)
 
 
-def dispatch_of(experts: nn.Module, group: dist.ProcessGroup) -> Dispatch:
-    """What takes the place of the forward of a module whose experts lie on the ranks of `group`."""
+def dispatch_of(
+    experts: nn.Module, group: dist.ProcessGroup, tensor_group: dist.ProcessGroup | None = None
+) -> Dispatch:
+    """What takes the place of the forward of a module whose experts lie on the ranks of `group`; see `Dispatch`."""
     kind = OwnDispatch if isinstance(experts.forward, LocalCompute) else Dispatch
-    return kind(experts, experts.forward, group)
+    return kind(experts, experts.forward, group, tensor_group)
 
 
 def _own(parameter: nn.Parameter | None) -> nn.Parameter | None:

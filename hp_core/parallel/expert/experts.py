@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Collection, Iterator
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.expert.count import indivisible
 from hp_core.parallel.expert.dispatch import dispatch_of, num_experts_of
+from hp_core.parallel.setup import DistributedSetup
 
 # What the forward of a module of experts takes; gpt-oss has other words for the same.
 _ARGUMENTS = (
@@ -22,23 +22,26 @@ _PATH = "accelerator.ep_size"
 _HINT = "remove 'ep_size'"
 
 
-def spread_experts(model: nn.Module, mesh: DeviceMesh, names: Collection[str] | None = None) -> list[nn.Module]:
-    """Leave each rank of `mesh`, of one axis, its part of the experts of every layer of `model`, in place.
+def spread_experts(model: nn.Module, setup: DistributedSetup, names: Collection[str] | None = None) -> list[nn.Module]:
+    """Leave each rank of the `ep` axis its part of the experts of every layer of `model`, in place.
 
     With `names`, only of these modules. Returns the modules that hold them. Their parameters, whole on every rank
     before or on the meta device, become DTensors sharded by expert, and their forward sends tokens to the experts'
-    ranks.
+    ranks: tensor ranks, which hold the same tokens, each their part of them.
 
     Raises:
         InputError: the model has no experts, or holds them in a way that is not understood, or their number doesn't
             divide.
     """
+    assert setup.expert_mesh is not None
+    mesh = setup.expert_mesh["ep"]
+    tensor_group = setup.mesh.get_group("tp") if setup.sizes.tp > 1 else None
     found = {fqn: one for fqn, one in experts_of(model, mesh.size()).items() if names is None or fqn in names}
     for module in found.values():
         for name, parameter in list(module.named_parameters(recurse=False)):
             own = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))
-        module.forward = dispatch_of(module, mesh.get_group())
+        module.forward = dispatch_of(module, mesh.get_group(), tensor_group)
     return list(found.values())
 
 
