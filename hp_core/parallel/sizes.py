@@ -89,12 +89,16 @@ def check_sizes(config: TrainerConfig, world_size: int) -> None:
 def _problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
     try:
         num_data_ranks = _num_data_ranks(config.accelerator, world_size)
-        data_sizes(config.fsdp_config, num_data_ranks)
     except InputError as error:
         yield from error.problems
         return
-    yield from _expert_problems(config, num_data_ranks)
-    yield from _prefetch_problems(config, num_data_ranks)
+    try:
+        data_sizes(config.fsdp_config, num_data_ranks)
+    except InputError as error:
+        yield from error.problems
+    else:
+        yield from _expert_problems(config, num_data_ranks)
+        yield from _prefetch_problems(config, num_data_ranks)
     training = config.training
     share = num_data_ranks * training.micro_batch_size
     if training.global_batch_size % share:
