@@ -61,7 +61,7 @@ def local_part(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local()
 
 
-def _squares(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _squares(parts: list[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of each tensor, (tensors,) in float64."""
     if parts[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)).double().square()
