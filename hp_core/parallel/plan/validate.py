@@ -34,9 +34,7 @@ class Unchecked:
     reason: str
 
 
-def validate_plan(
-    model: PreTrainedModel, plan: ShardingPlan, inputs: Mapping[str, Any]
-) -> tuple[Unchecked, ...]:
+def validate_plan(model: PreTrainedModel, plan: ShardingPlan, inputs: Mapping[str, Any]) -> tuple[Unchecked, ...]:
     """Compare `out_src` of every boundary with what torch's DTensor propagates through the module's own forward.
 
     One process is enough: unless there is a process group of `plan.tp_size` ranks, a fake one takes its place. Each
