@@ -50,8 +50,10 @@ def test_the_files_are_all_found() -> None:
         "acme_hp/optimizers.py",
         "memory.py",
         "my_project/data.py",
+        "my_project/experts.py",
         "my_project/losses.py",
         "my_project/weighted.py",
+        "my_project/wrappers.py",
         "pyproject.toml",
         "setup.cfg",
     ]
@@ -70,6 +72,18 @@ def test_the_weighted_loss_takes_its_column_and_weighs(site: Path) -> None:
     labels, weights = torch.tensor([[1, -100, 2]]), torch.tensor([[0.5, 7.0, 3.0]])
     value = loss(model_output=SimpleNamespace(logits=torch.zeros(1, 3, 4)), labels=labels, weights=weights)
     assert value.item() == pytest.approx(3.5 * math.log(4))
+
+
+def test_the_code_inside_a_sharded_model_is_put_in(site: Path) -> None:
+    def forward(value: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return value, None
+
+    module = torch.nn.Module()
+    module.forward = forward
+    import_module("my_project.wrappers").scaled(module, cp_mesh=None, factor=0.25)
+    assert module(torch.tensor(8.0))[0].item() == 2.0
+    compute = import_module("my_project.experts").silent(module, ep_mesh=None)
+    assert compute(torch.ones(2, 3), None, None).tolist() == [[0.0] * 3] * 2
 
 
 def test_the_data_set_is_one_that_the_trainer_takes(site: Path) -> None:
@@ -121,6 +135,15 @@ def test_the_recipes_are_yaml_that_names_the_tutorials_things() -> None:
         {
             "loss_fn": {"_target_": "my_project.weighted.WeightedLoss"},
             "dataset": {"name": "text", "files": "data/*.jsonl", "columns": ["weights"]},
+        },
+        {
+            "plan_overrides": [
+                {
+                    "match": "*.self_attn",
+                    "inner_wrapper": {"_target_": "my_project.wrappers.scaled", "factor": 0.9},
+                },
+                {"match": "*.experts", "when": "ep", "local_compute_fn": {"_target_": "my_project.experts.silent"}},
+            ]
         },
         {"plugins": ["memory.py"]},
         {"plugins": ["freeze"]},
