@@ -59,15 +59,15 @@ def test_a_wrong_output_is_named_with_what_is_expected_and_found(override, messa
     assert [str(one) for one in caught.value.problems] == [message]
 
 
-class Smallest(nn.Module):
-    """Multiplies by the smallest feature, in a way that DTensor knows nothing of."""
+class Places(nn.Module):
+    """Looks features up, in a way that DTensor knows nothing of."""
 
     def forward(self, x):
-        return torch.kthvalue(x, 1, keepdim=True).values * x
+        return torch.searchsorted(x, x) * x
 
 
 def test_an_operator_that_knows_no_placements_is_named():
     model = tiny_model("llama")
-    model.model.layers[0].mlp.act_fn = Smallest()
+    model.model.layers[0].mlp.act_fn = Places()
     (found,) = validated("llama", model=model)
-    assert (found.fqn, found.reason) == ("model.layers.0.mlp", "aten.kthvalue.default can't be dispatched")
+    assert (found.fqn, found.reason) == ("model.layers.0.mlp", "aten.searchsorted.Tensor can't be dispatched")
