@@ -111,7 +111,7 @@ def load_checkpoint(
         dcp.load({**tensors, **room}, checkpoint_id=checkpoint.path)
     restore_optimizers(model, optimizers, room, state["optimizer_scalars"])
     if random is None:
-        seed_everything(seed, setup.token_rank, checkpoint.step)
+        seed_everything(seed, setup.random_rank, checkpoint.step)
         return False
     restore_random_state(random)
     return True

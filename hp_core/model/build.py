@@ -15,8 +15,10 @@ from hp_core.model.load import load_weights, weight_files
 from hp_core.model.replacement.layout import original_layout
 from hp_core.model.replacement.replacer import replace_modules
 from hp_core.parallel.context.attention import use_context_attention
+from hp_core.parallel.dtypes import DTYPES
 from hp_core.parallel.expert.experts import spread_experts
-from hp_core.parallel.fsdp import DTYPES, shard_model
+from hp_core.parallel.fsdp import shard_model
+from hp_core.parallel.pipeline.runner import Pipeline, members_of
 from hp_core.parallel.plan.planner import Planner
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.parallel.tensor.apply import apply_plan
@@ -74,6 +76,7 @@ def finish_model(
         apply_plan(model, plan.tensors, setup.mesh["tp"])
     if setup.expert_mesh is not None:
         spread_experts(model, setup, plan.experts)
+    pipeline = Pipeline(model, setup) if setup.sizes.pp > 1 else None
     shard_model(model, setup)
     if files is None:
         model.to_empty(device=setup.device)
@@ -84,7 +87,10 @@ def finish_model(
         else:
             load_weights(model, list(files), dtype=model.dtype)
     model.to(setup.device)  # type: ignore[arg-type]
-    model.train()
+    for module in members_of(model):
+        module.training = True
+    if pipeline is not None:
+        pipeline.require_passing()
 
 
 def _skeleton(

@@ -13,6 +13,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.modeling_utils import LoadStateDictConfig
 
 from hp_core.errors import ArgumentError
+from hp_core.parallel.pipeline.stages import elsewhere
 
 
 def weight_files(pretrained: str, revision: str | None) -> list[str]:
@@ -60,8 +61,10 @@ def load_weights(model: PreTrainedModel, files: list[str], *, dtype: torch.dtype
     # transformers puts new parameters in place of those that were frozen.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(trainable[name])
-    if info.unexpected_keys:
-        unexpected = [f"{key} has no place in the model" for key in sorted(info.unexpected_keys)]
+    others = tuple(f"{fqn}." for fqn in elsewhere(model))
+    keys = sorted(key for key in info.unexpected_keys if not key.startswith(others))
+    if keys:
+        unexpected = [f"{key} has no place in the model" for key in keys]
         raise ArgumentError("pretrained", "the weight files don't fit the model: " + _some(unexpected))
 
 

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hp_core.config.models import MixedPrecisionConfig
 from hp_core.errors import InputError, RunError
 from hp_core.model.units import blocks
+from hp_core.parallel.dtypes import DTYPES
 from hp_core.parallel.expert.dispatch import Dispatch
 from hp_core.parallel.expert.experts import spread_experts
+from hp_core.parallel.pipeline.runner import members_of, pipeline_of
 from hp_core.parallel.plan.layout import expert_shard_dim, fsdp_dim, unsharable_experts
 from hp_core.parallel.prefetch import prefetch_blocks
 from hp_core.parallel.setup import DistributedSetup
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def shard_model(model: nn.Module, setup: DistributedSetup) -> None:
@@ -35,17 +35,20 @@ def shard_model(model: nn.Module, setup: DistributedSetup) -> None:
         return
     if setup.expert_mesh is not None:
         _shard_experts(model, setup, setup.expert_mesh, policy or MixedPrecisionPolicy())
-    units = blocks(model)
-    for unit in [*(module for _, module in units), model]:
-        fully_shard(
-            unit,
-            mesh=setup.fsdp_mesh,
-            reshard_after_forward=setup.fsdp.reshard_after_forward and unit is not model,
-            mp_policy=policy or MixedPrecisionPolicy(),
-            shard_placement_fn=partial(_without_padding, num_shards=setup.fsdp_mesh.size(1)),
-        )
-    prefetch_blocks(model, units, setup.fsdp)
-    for module in model.modules():
+    pipeline = pipeline_of(model)
+    roots: list[nn.Module] = [model] if pipeline is None else [stage.view for stage in pipeline.stages]
+    for root in roots:
+        units = blocks(root)
+        for unit in [*(module for _, module in units), root]:
+            fully_shard(
+                unit,
+                mesh=setup.fsdp_mesh,
+                reshard_after_forward=setup.fsdp.reshard_after_forward and unit is not root,
+                mp_policy=policy or MixedPrecisionPolicy(),
+                shard_placement_fn=partial(_without_padding, num_shards=setup.fsdp_mesh.size(1)),
+            )
+        prefetch_blocks(root, units, setup.fsdp)
+    for module in members_of(model):
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # A divide factor of one is refused by gloo as a scaled sum unless a plain sum is asked for.
@@ -59,9 +62,10 @@ def _without_padding(parameter: nn.Parameter, num_shards: int) -> Shard | None:
 
 
 def _shard_experts(model: nn.Module, setup: DistributedSetup, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Spread the experts over the ranks, and share each rank's own with the ranks that hold the same."""
+    """Share each rank's own experts with the ranks that hold the same."""
     shards = mesh["dp_replicate", "efsdp"]
-    for experts in _spread(model) or spread_experts(model, setup):
+    spread = _spread(model)
+    for experts in spread if spread or setup.sizes.pp > 1 else spread_experts(model, setup):
         fully_shard(
             experts,
             mesh=shards,
@@ -108,7 +112,7 @@ def reshard(model: nn.Module) -> None:
     Until then the model's parameters are the gathered ones: whoever lists them (an optimizer, a checkpoint) would
     hold tensors that the next step no longer uses.
     """
-    for module in model.modules():
+    for module in members_of(model):
         if isinstance(module, FSDPModule):
             module.reshard()
 

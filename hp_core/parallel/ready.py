@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from hp_core.errors import InputError, Problem
 from hp_core.parallel.context.attention import require_context_attention
+from hp_core.parallel.expert.experts import require_spread
 from hp_core.parallel.fsdp import require_sharded
+from hp_core.parallel.pipeline.runner import pipeline_of
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.parallel.tensor.apply import require_shared
 
@@ -20,3 +23,8 @@ def require_split(model: nn.Module, setup: DistributedSetup) -> None:
     require_sharded(model, setup)
     require_context_attention(model, setup)
     require_shared(model, setup)
+    require_spread(model, setup)
+    if setup.sizes.pp > 1 and pipeline_of(model) is None:
+        message = f"every pipeline rank holds the whole {type(model).__name__}"
+        hint = "a model builder finishes its skeleton with hp_core.finish_model(model, distributed_setup)"
+        raise InputError(Problem(message, path="accelerator.pp_size", hint=hint))

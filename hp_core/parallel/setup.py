@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.environment import ProcessEnvironment
+from hp_core.parallel.pipeline.schedules import SCHEDULES
 from hp_core.parallel.sizes import ParallelSizes, parallel_sizes
 
 if TYPE_CHECKING:
@@ -80,6 +81,12 @@ class DistributedSetup:
         """This process's rank among those that see different tokens: data and context ranks."""
         return self.dp_rank * self.sizes.cp + self.axis_rank("cp")
 
+    @property
+    def random_rank(self) -> int:
+        """This process's rank among those that drop other activations: of other tokens, or of other layers."""
+        num_token_ranks = self.sizes.dp * self.sizes.cp
+        return self.axis_rank("pp") * num_token_ranks + self.token_rank
+
     def axis_rank(self, axis: str) -> int:
         """This process's rank along one axis of the dense mesh, read off its rank in the world."""
         rank = self.rank
@@ -91,8 +98,16 @@ class DistributedSetup:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether this rank speaks for its tokens: of the tensor ranks, which all have the same, the first does."""
-        return self.axis_rank("tp") == 0
+        """Whether this rank speaks for its tokens: of the ranks that have the same, the one with the last stage."""
+        return self.axis_rank("tp") == 0 and self.has_last_stage
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank has the model's head, and so computes the loss; True without pipeline ranks."""
+        pp_size = self.sizes.pp
+        schedule = SCHEDULES[self.accelerator.pp_schedule]
+        num_stages = pp_size * (self.accelerator.pp_stages_per_rank or schedule.stages_per_rank)
+        return self.axis_rank("pp") == schedule.rank_of(num_stages - 1, pp_size)
 
     def sum_on_host(self, values: list[int]) -> list[int]:
         """Sum integers exactly (int64) over the ranks that count tokens, without touching the accelerator."""
@@ -103,7 +118,7 @@ class DistributedSetup:
         return [int(value) for value in tensor.tolist()]
 
     def gather_on_host(self, values: list[float]) -> list[list[float]]:
-        """The rows of `values` (same length everywhere) of the ranks that count tokens, by rank, in one collective."""
+        """The rows of `values` (same length everywhere) of all ranks but repeated tensor ranks, in one collective."""
         if self.world_size == 1:
             return [list(values)]
         row = torch.tensor(values, dtype=torch.float64)
@@ -113,14 +128,14 @@ class DistributedSetup:
         return [[float(value) for value in row.tolist()] for row in rows[:: self.sizes.tp]]
 
     def sum_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum tensors of one dtype over the ranks that count tokens, in one collective on the device.
+        """Sum tensors of one dtype over all ranks but repeated tensor ranks, in one collective on the device.
 
-        All ranks give the same shapes.
+        All ranks give the same shapes; those of a pipeline what their own layers do.
         """
         if self.world_size == 1 or not tensors:
             return list(tensors)
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        if not self.counts_tokens:
+        if self.axis_rank("tp") > 0:
             flat = torch.zeros_like(flat)
         dist.all_reduce(flat)
         sizes = [tensor.numel() for tensor in tensors]

@@ -11,6 +11,7 @@ from hp_core.errors import InputError, Problem
 from hp_core.parallel.context.method import head_problems
 from hp_core.parallel.expert.count import indivisible, known_num_experts
 from hp_core.parallel.known import known_config
+from hp_core.parallel.pipeline.sizes import pipeline_problems, stage_problems
 from hp_core.parallel.plan.shapes import sizes_in_config
 
 
@@ -64,9 +65,9 @@ def parallel_sizes(config: TrainerConfig, world_size: int) -> ParallelSizes:
     if problems:
         raise InputError(problems)
     accelerator = config.accelerator
-    cp, tp = accelerator.cp_size, accelerator.tp_size
-    replicate, shard = data_sizes(config.fsdp_config, world_size // (cp * tp))
-    return ParallelSizes(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=accelerator.ep_size)
+    pp, cp, tp = accelerator.pp_size, accelerator.cp_size, accelerator.tp_size
+    replicate, shard = data_sizes(config.fsdp_config, world_size // (pp * cp * tp))
+    return ParallelSizes(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=accelerator.ep_size)
 
 
 def check_sizes(config: TrainerConfig, world_size: int) -> None:
@@ -82,6 +83,7 @@ def check_sizes(config: TrainerConfig, world_size: int) -> None:
     known_sizes = sizes_in_config(known_config(config.model))
     problems += known_sizes.problems(config.accelerator.tp_size)
     problems += head_problems(known_sizes, config.accelerator)
+    problems += stage_problems(config.accelerator, known_config(config.model))
     if problems:
         raise InputError(problems)
 
@@ -99,6 +101,7 @@ def _problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
     else:
         yield from _expert_problems(config, num_data_ranks)
         yield from _prefetch_problems(config, num_data_ranks)
+    yield from pipeline_problems(config, num_data_ranks)
     training = config.training
     share = num_data_ranks * training.micro_batch_size
     if training.global_batch_size % share:
@@ -144,7 +147,7 @@ def _prefetch_problems(config: TrainerConfig, num_data_ranks: int) -> Iterator[P
 
 
 def _num_data_ranks(config: AcceleratorConfig, world_size: int) -> int:
-    written = {"cp_size": config.cp_size, "tp_size": config.tp_size}
+    written = {"pp_size": config.pp_size, "cp_size": config.cp_size, "tp_size": config.tp_size}
     model = prod(written.values())
     if world_size % model:
         product = " x ".join(f"{key} {size}" for key, size in written.items() if size > 1)

@@ -117,7 +117,8 @@ class StepCounts:
         targets = dict(zip(names, summed, strict=True))
         if contract.reduction != "sample" and contract.weight_column is None:
             return StepCounts(targets, {name: float(count) for name, count in targets.items()}, real_tokens)
-        by_rank = setup.gather_on_host([self.amounts[name] for name in names])
+        # The stages of a pipeline have the same rows.
+        by_rank = setup.gather_on_host([self.amounts[name] * setup.has_last_stage for name in names])
         totals = [math.fsum(column) for column in zip(*by_rank, strict=True)]
         return StepCounts(targets, dict(zip(names, totals, strict=True)), real_tokens)
 
@@ -175,15 +176,27 @@ class StepLoss:
             if is_trained:
                 weighted = part if weighted is None else weighted + part
         total, value = self._joined(weighted, model_output, is_left_out)
-        for name, share in (terms or {}).items():
+        for share in self.add_terms(terms or {}):
+            total, value = total + share, value + share.detach().float()
+        self.per_micro_batch.append(value)
+        return total
+
+    def add_terms(self, terms: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Keep a micro-batch's shares of what depends on the whole step for the log, and return them."""
+        for name, share in terms.items():
             if fault := name_fault(name):
                 raise RunError(f"loss_fn: {fault}; call it something else")
             if name in self.parts:
                 raise RunError(f"loss_fn: {name!r} is both an entry of the loss and a term of the step")
             self.terms[name] = self.terms.get(name, torch.zeros((), device=share.device)) + share.detach().float()
-            total, value = total + share, value + share.detach().float()
-        self.per_micro_batch.append(value)
-        return total
+        return list(terms.values())
+
+    def fill(self, names: Iterable[str]) -> None:
+        """Have a zero for each of the names that other stages of a pipeline gave."""
+        device = next((one.device for one in self.logged.values()), torch.device("cpu"))
+        for name in names:
+            if name not in self.parts and name not in self.terms:
+                self.parts[name] = torch.zeros((), device=device)
 
     def _joined(
         self, weighted: torch.Tensor | None, model_output: Any, is_left_out: bool

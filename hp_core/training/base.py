@@ -24,6 +24,7 @@ from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer, req
 from hp_core.training.columns import column_arguments
 from hp_core.training.evaluation import Evaluation, evaluate
 from hp_core.training.gradients import clip, norm_and_count
+from hp_core.training.in_stages import of_one_length
 from hp_core.training.loss import LossContract
 from hp_core.training.meter import Meter
 from hp_core.training.nonfinite import describe
@@ -32,7 +33,7 @@ from hp_core.training.run import Report, Run, data_facts, data_lines
 from hp_core.training.schedule import steps_left, total_steps
 from hp_core.training.startup import checked_datasets, checked_loss, told_of_the_loss
 from hp_core.training.state import RunState, seed_everything
-from hp_core.training.step import Passes, accumulate_gradients, require_same_entries
+from hp_core.training.step import Entries, Passes, accumulate_gradients, require_same_entries
 
 GetBatch = Callable[[Iterator[Any]], tuple[dict[str, Any], dict[str, Any]]]
 
@@ -49,7 +50,7 @@ class BaseTrainer:
     model: nn.Module
     loss_fn: nn.Module
     contract: LossContract
-    entries: tuple[str, ...] = ()
+    entries: Entries = Entries()
     tokenizer: Any
     transform: Any
     collate_fn: Any
@@ -87,9 +88,9 @@ class BaseTrainer:
     # Stages, in build order.
 
     def _setup(self) -> None:
-        """Take the processes and meshes of the run, and seed: dropout differs by token rank."""
+        """Take the processes and meshes of the run, and seed: dropout differs by token rank and stage."""
         self.setup = self.run.setup
-        seed_everything(self.config.training.seed, self.setup.token_rank)
+        seed_everything(self.config.training.seed, self.setup.random_rank)
         checkpoint = self.run.directory.checkpoint
         if checkpoint is not None:
             self.run.state = RunState.from_dict(checkpoint.trainer_state()["state"])
@@ -247,7 +248,7 @@ class BaseTrainer:
         started = time.perf_counter()
         state = self.run.state
         num_micro_batches = self.batches.micro_batches(self.order.step_size(state.position))
-        micro_batches = [self._micro_batch(iterator) for _ in range(num_micro_batches)]
+        micro_batches = self._micro_batches(iterator, num_micro_batches)
         data_seconds = time.perf_counter() - started
         counts = count_step(micro_batches, self.contract, self.setup)
         step_loss = StepLoss(self.contract, counts)
@@ -302,8 +303,13 @@ class BaseTrainer:
     def _passes(self) -> Passes:
         return Passes(self.model, self.loss_fn, self._outputs_of, self.postforward)
 
-    def _micro_batch(self, iterator: Iterator[Any]) -> MicroBatch:
-        inputs = self.get_batch(iterator)
+    def _micro_batches(self, iterator: Iterator[Any], number: int) -> list[MicroBatch]:
+        inputs = [self.get_batch(iterator) for _ in range(number)]
+        if self.setup.sizes.pp > 1:
+            inputs = of_one_length(inputs)
+        return [self._micro_batch(one) for one in inputs]
+
+    def _micro_batch(self, inputs: tuple[dict[str, Any], dict[str, Any]]) -> MicroBatch:
         if self.setup.sizes.cp > 1:
             inputs = own_part(*inputs, self.setup)
         return MicroBatch.of(*inputs, self.contract)
@@ -378,7 +384,7 @@ class BaseTrainer:
             len(dataset), self.setup.dp_rank, self.setup.dp_size, self.config.training.micro_batch_size
         )
         iterator = iter(self._loader(dataset, batches))
-        micro_batches = (self._micro_batch(iterator) for _ in batches)
+        micro_batches = (self._micro_batch(self.get_batch(iterator)) for _ in batches)
         result = evaluate(micro_batches, self._passes, self.contract, self.setup)
         metrics = result.as_metrics(self.run.state.step, split)
         self.run.log(metrics)

@@ -14,14 +14,15 @@ from torch import nn
 from hp_core.config.models import EvaluationConfig
 from hp_core.data.protocols import Datasets
 from hp_core.errors import InputError, Problem
-from hp_core.parallel.agreement import require_same_everywhere
+from hp_core.parallel.agreement import gathered
 from hp_core.parallel.fsdp import reshard
+from hp_core.parallel.pipeline.runner import members_of
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepCounts, counted_value, label_of, loss_entries
 from hp_core.training.loss import LossContract
 from hp_core.training.restoring import restored
 from hp_core.training.state import random_state, restore_random_state
-from hp_core.training.step import Passes
+from hp_core.training.step import Forward, Passes
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,10 @@ def require_validation(settings: EvaluationConfig, datasets: Datasets) -> None:
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; modes, random streams and shards are as before afterwards."""
     random = random_state()
-    training = [one for module in modules for one in module.modules() if one.training]
-    for module in modules:
-        module.eval()
+    members = [one for module in modules for one in members_of(module)]
+    training = [one for one in members if one.training]
+    for one in members:
+        one.training = False
     try:
         with torch.no_grad():
             yield
@@ -91,19 +93,28 @@ def evaluate(
     started = time.perf_counter()
     sums: dict[str, torch.Tensor] = {}
     counts = StepCounts()
-    with evaluating(passes.model, passes.loss_fn), restored(passes.loss_fn, apart_from=passes.model):
+
+    def counted() -> Iterator[MicroBatch]:
+        nonlocal counts
         for micro_batch in micro_batches:
-            entries = loss_entries(passes.loss(*passes.forward(micro_batch)), contract, micro_batch)
             counts = counts.and_of(micro_batch)
-            for name, value in entries.items():
-                sums.setdefault(name, torch.zeros((), dtype=torch.float64, device=value.device))
-                counted = counted_value(name, value, contract, micro_batch)
-                if counted is not None:
-                    sums[name] += counted[0].double() * counted[1]
+            yield micro_batch
+
+    def add(micro_batch: MicroBatch, found: Forward) -> None:
+        if not found.is_whole:
+            return
+        entries = loss_entries(passes.loss(found.outputs, found.loss_inputs), contract, micro_batch)
+        for name, value in entries.items():
+            sums.setdefault(name, torch.zeros((), dtype=torch.float64, device=value.device))
+            counts_for = counted_value(name, value, contract, micro_batch)
+            if counts_for is not None:
+                sums[name] += counts_for[0].double() * counts_for[1]
+
+    with evaluating(passes.model, passes.loss_fn), restored(passes.loss_fn, apart_from=passes.model):
+        passes.run_forward(counted(), add)
     counts = counts.over_all_ranks(contract, setup)
-    names = sorted(sums)
-    require_same_everywhere("loss_fn: the entries of an evaluation", names, setup)
-    rows = setup.gather_on_host([float(sums[name]) for name in names])
+    names = _names(sums, setup)
+    rows = setup.gather_on_host([float(sums.get(name, 0.0)) for name in names])
     losses = {
         name: sum(row[index] for row in rows) / counts.amounts[label_of(name, counts.amounts)]
         for index, name in enumerate(names)
@@ -112,3 +123,12 @@ def evaluate(
     trained = [value for name, value in losses.items() if name not in contract.diagnostics]
     loss = sum(trained) if trained else None
     return Evaluation(loss, counts.targets.get("labels", 0), losses, time.perf_counter() - started)
+
+
+def _names(sums: Iterable[str], setup: DistributedSetup) -> list[str]:
+    """The entries of all ranks that have the last stage, which must be the same."""
+    by_rank = [names for names in gathered(sorted(sums) if setup.has_last_stage else None, setup) if names is not None]
+    if any(names != by_rank[0] for names in by_rank):
+        other = next(names for names in by_rank if names != by_rank[0])
+        raise InputError(f"loss_fn: the entries of an evaluation differ between ranks: {by_rank[0]} and {other}")
+    return by_rank[0]

@@ -22,7 +22,7 @@ from hp_core.testing.ranks import run_ranks
 from hp_core.training.accounting import MicroBatch, StepLoss, count_step
 from hp_core.training.gradients import clip, norm_and_count
 from hp_core.training.loss import IGNORE_INDEX, contract_of
-from hp_core.training.step import Passes, accumulate_gradients
+from hp_core.training.step import Entries, Passes, accumulate_gradients, require_same_entries
 from hp_plugins.losses.causal_lm import CausalLMLoss
 from hp_plugins.trainers.text import get_batch
 from tests.e2e.runs import WITH_COMPONENTS

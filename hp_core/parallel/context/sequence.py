@@ -130,12 +130,7 @@ def cut(
     num_ranks = group.size()
     unit = num_ranks * (2 if balanced else 1)
     padding = -shape[1] % unit
-    if padding and "is_padding" not in loss_inputs:
-        loss_inputs = {**loss_inputs, "is_padding": _rows_that_fill_up(loss_inputs, shape)}
-    whole = [
-        {name: _padded(name, value, shape, padding) for name, value in inputs.items()}
-        for inputs in (model_inputs, loss_inputs)
-    ]
+    whole = padded(model_inputs, loss_inputs, padding)
     parts = slices_of(shape[1] + padding, num_ranks, balanced=balanced)
     documents = torch.cumsum(whole[0]["position_ids"] == 0, dim=1)
     everywhere = torch.cat(parts)
@@ -148,6 +143,20 @@ def cut(
         for inputs in whole
     )
     return {**cut_model, SLICE: sequence_slice}, cut_loss
+
+
+def padded(
+    model_inputs: Mapping[str, Any], loss_inputs: Mapping[str, Any], padding: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A batch with so many more tokens in each row: a document of their own, without targets."""
+    shape = loss_inputs["labels"].shape
+    if padding and "is_padding" not in loss_inputs:
+        loss_inputs = {**loss_inputs, "is_padding": _rows_that_fill_up(loss_inputs, shape)}
+    longer_model, longer_loss = (
+        {name: _padded(name, value, shape, padding) for name, value in inputs.items()}
+        for inputs in (model_inputs, loss_inputs)
+    )
+    return longer_model, longer_loss
 
 
 def _is_by_token(value: Any, shape: tuple[int, ...] | torch.Size) -> bool:

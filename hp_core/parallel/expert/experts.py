@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.expert.count import indivisible
-from hp_core.parallel.expert.dispatch import dispatch_of, num_experts_of
+from hp_core.parallel.expert.dispatch import Dispatch, dispatch_of, num_experts_of
 from hp_core.parallel.setup import DistributedSetup
 
 # What the forward of a module of experts takes; gpt-oss has other words for the same.
@@ -92,3 +92,18 @@ def _problems(fqn: str, module: nn.Module, num_ranks: int) -> Iterator[Problem]:
         yield Problem(message, path=_PATH, hint=_HINT)
     elif problem := indivisible(number, num_ranks):
         yield problem
+
+
+def require_spread(model: nn.Module, setup: DistributedSetup) -> None:
+    """Refuse a model whose experts every rank would hold.
+
+    Raises:
+        InputError: there are expert ranks, and nobody called `spread_experts`.
+    """
+    if setup.expert_mesh is None or setup.sizes.pp > 1:
+        # A stage may have none.
+        return
+    if not any(isinstance(module.forward, Dispatch) for module in model.modules()):
+        message = f"no experts of {type(model).__name__} are spread over the expert ranks"
+        hint = "a model builder finishes its skeleton with hp_core.finish_model(model, distributed_setup)"
+        raise InputError(Problem(message, path=_PATH, hint=hint))

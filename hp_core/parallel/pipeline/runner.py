@@ -1,0 +1,232 @@
+"""Running micro-batches through the stages of a pipeline, forward alone or with torch's schedules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from hp_core.errors import HpError, InputError, Problem, RunError
+from hp_core.parallel.dtypes import DTYPES
+from hp_core.parallel.pipeline.schedules import SCHEDULES
+from hp_core.parallel.pipeline.stages import PATH, Anatomy, Stage, keep_stages, split_layers, trunk_of
+from hp_core.parallel.pipeline.transport import Transport
+from hp_core.parallel.setup import DistributedSetup
+
+Job = TypeVar("Job")
+# What a stage makes of a micro-batch: its hidden states, or in the last stage what backward starts from.
+Compute = Callable[[Stage, Any], torch.Tensor]
+
+
+class Pipeline:
+    """Takes the place of the forward of a rank's model, which holds the modules of its stages alone.
+
+    Within a pass of a stage, the model's call is that stage's part of it: hidden states of the stage before take the
+    place of tokens, and what it returns as `logits` are its own hidden states, or in the last stage the logits.
+    Outside of any, a call without gradients runs through the stages of all ranks, and every rank gets the logits.
+    """
+
+    def __init__(self, model: PreTrainedModel, setup: DistributedSetup) -> None:
+        accelerator = setup.accelerator
+        self.anatomy = Anatomy.of(model)
+        self.schedule = SCHEDULES[accelerator.pp_schedule]
+        self.num_stages = setup.sizes.pp * (accelerator.pp_stages_per_rank or self.schedule.stages_per_rank)
+        self.split = split_layers(model, self.anatomy, self.num_stages, accelerator.pp_layers)
+        pp_rank = setup.axis_rank("pp")
+        own = [one for one in range(self.num_stages) if self.schedule.rank_of(one, setup.sizes.pp) == pp_rank]
+        if self.anatomy.is_tied and {0, self.num_stages - 1} <= set(own):
+            message = f"{accelerator.pp_schedule} has the first and the last stage on one rank, which ties their weights"
+            hint = "use another schedule for a model whose embedding is its head"
+            raise InputError(Problem(message, path="accelerator.pp_schedule", hint=hint))
+        self.stages = keep_stages(model, self.anatomy, self.split, own)
+        self._trunk = trunk_of(model, self.anatomy)
+        self._model = model
+        self._setup = setup
+        self._group = setup.mesh["pp"].get_group()
+        self._transport = Transport(self._group, setup.device)
+        self._schedules: dict[tuple[int, torch.Size], Any] = {}
+        self._jobs: Sequence[Any] = ()
+        self._compute: Compute | None = None
+        self._current: tuple[Stage, torch.Tensor] | None = None
+        for stage in self.stages:
+            stage.view.forward = partial(self._pass, stage)
+        model.forward = self
+        logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank gives the logits."""
+        return self.stages[-1].is_last
+
+    def __call__(self, **inputs: Any) -> Any:
+        """The current stage's part of the model's call, or all stages' where none is running.
+
+        Raises:
+            RunError: gradients are wanted outside of a step.
+        """
+        if self._current is None:
+            return self._through_all(inputs)
+        stage, hidden = self._current
+        if not stage.is_first:
+            inputs = {name: value for name, value in inputs.items() if name != "input_ids"} | {"inputs_embeds": hidden}
+        if not stage.is_last:
+            inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+        return stage.forward(**inputs)
+
+    def num_taken(self, num_jobs: int) -> int:
+        """The number of jobs that the schedule takes, from `num_jobs` on."""
+        return self.schedule.at_least(num_jobs, self._setup.sizes.pp)
+
+    def train(self, jobs: Sequence[Any], tokens: torch.Size, compute: Compute) -> None:
+        """Run every job forward and backward through all stages, in the order of the schedule. Every rank calls it.
+
+        Args:
+            jobs: micro-batches, as many as the schedule takes.
+            tokens: the shape of each, (rows, tokens).
+            compute: see `Compute`; it calls the model once.
+        """
+        shape, dtype = self._hidden_of(tokens)
+        runner = self._schedules.get((len(jobs), shape))
+        if runner is None:
+            runner = self._schedules[len(jobs), shape] = self._scheduled(len(jobs), shape, dtype)
+        numbers = torch.arange(len(jobs))
+        first = (numbers,) if self.stages[0].is_first else ()
+        target = numbers if self.has_last else None
+        self._jobs, self._compute = jobs, partial(_checked, shape, dtype, compute)
+        try:
+            runner.step(*first, target=target, losses=[], return_outputs=False, number=numbers)
+        except RuntimeError as error:
+            raise _cause(error) from None
+        finally:
+            self._jobs, self._compute = (), None
+        self._sum_tied()
+
+    def run_forward(self, jobs: Iterable[Job], compute: Callable[[Stage, Job], torch.Tensor]) -> None:
+        """Run every job forward through all stages. Every rank of a pipeline gives as many."""
+        for job in jobs:
+            for stage in self.stages:
+                hidden = torch.zeros(1) if stage.is_first else self._transport.receive(stage.index, self._rank(stage, -1))
+                self._jobs, self._compute = (job,), compute
+                try:
+                    given = stage.view(hidden, number=torch.zeros(1, dtype=torch.int64))
+                finally:
+                    self._jobs, self._compute = (), None
+                if not stage.is_last:
+                    self._transport.send(stage.index + 1, given, self._rank(stage, 1))
+        self._transport.finish()
+
+    def require_passing(self) -> None:
+        """Refuse a model that does something of its own between its layers, which each stage would do again.
+
+        Raises:
+            InputError: hidden states don't come out of it as they went in when all layers are passed by.
+        """
+        size = self._model.config.get_text_config().hidden_size
+        hidden = torch.linspace(-3, 3, 4 * size, dtype=self._model.dtype, device=self._setup.device).view(1, 4, size)
+        with torch.no_grad():
+            passed = self._trunk(inputs_embeds=hidden, position_ids=torch.arange(4, device=hidden.device)[None]).logits
+        if not torch.equal(passed, hidden):
+            message = f"{type(self._model).__name__} changes hidden states outside of its layers, so it has no stages"
+            raise InputError(Problem(message, path=PATH, hint="remove 'pp_size'"))
+
+    def _pass(self, stage: Stage, hidden: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        assert self._compute is not None
+        self._current = stage, hidden
+        try:
+            return self._compute(stage, self._jobs[int(number)])
+        finally:
+            self._current = None
+
+    def _scheduled(self, num_jobs: int, shape: torch.Size, dtype: torch.dtype) -> Any:
+        """torch's schedule for so many jobs; the shapes are said beforehand, so that it does not try the model out."""
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        number, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
+        stages = [
+            PipelineStage(
+                stage.view,
+                stage.index,
+                self.num_stages,
+                self._setup.device,
+                input_args=number if stage.is_first else hidden,
+                output_args=loss if stage.is_last else hidden,
+                group=self._group,
+            )
+            for stage in self.stages
+        ]
+        kind = schedules.get_schedule_class(self.schedule.torch_name)
+        of = stages if self.schedule.is_interleaved else stages[0]
+        return kind(of, n_microbatches=num_jobs, loss_fn=lambda output, target: output, scale_grads=False)
+
+    def _hidden_of(self, tokens: torch.Size) -> tuple[torch.Size, torch.dtype]:
+        """What travels between stages for (rows, tokens)."""
+        dtype = DTYPES[self._setup.precision.param_dtype] if self._setup.precision.param_dtype else self._model.dtype
+        return torch.Size((*tokens, self._model.config.get_text_config().hidden_size)), dtype
+
+    def _through_all(self, inputs: dict[str, Any]) -> CausalLMOutput:
+        if torch.is_grad_enabled():
+            raise RunError(
+                "the model's stages are on several ranks, so it can be called without gradients alone; a step runs it"
+            )
+        found: dict[str, torch.Tensor] = {}
+
+        def compute(stage: Stage, job: dict[str, Any]) -> torch.Tensor:
+            outputs = self._model(**job)
+            if stage.is_last:
+                found.update({name: outputs[name] for name in ("logits", "loss") if outputs.get(name) is not None})
+            return outputs.logits
+
+        self.run_forward([inputs], compute)
+        last = self.schedule.rank_of(self.num_stages - 1, self._setup.sizes.pp)
+        return CausalLMOutput(**self._transport.broadcast(found, last))
+
+    def _sum_tied(self) -> None:
+        """Add up the gradients of a weight that is the first stage's embedding and the last one's head."""
+        has_first = self.stages[0].is_first
+        if not self.anatomy.is_tied or not (has_first or self.has_last):
+            return
+        gradient = self._model.get_input_embeddings().weight.grad
+        other = self.schedule.rank_of(self.num_stages - 1 if has_first else 0, self._setup.sizes.pp)
+        self._transport.add_of(gradient, other)
+
+    def _rank(self, stage: Stage, step: int) -> int | None:
+        """The rank of the next or the previous stage; None if it is this one."""
+        rank = self.schedule.rank_of(stage.index + step, self._setup.sizes.pp)
+        return None if rank == self._group.rank() else rank
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """The pipeline that a model is a part of."""
+    return model.forward if isinstance(model.forward, Pipeline) else None
+
+
+def members_of(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules of a model, and those that its stages have beside it."""
+    yield from model.modules()
+    pipeline = pipeline_of(model)
+    if pipeline is not None:
+        known = set(model.modules())
+        for stage in pipeline.stages:
+            yield from (one for one in stage.view.modules() if one not in known)
+
+
+def _checked(shape: torch.Size, dtype: torch.dtype, compute: Compute, stage: Stage, job: Any) -> torch.Tensor:
+    given = compute(stage, job)
+    if not stage.is_last and (given.shape, given.dtype) != (shape, dtype):
+        found, wanted = f"{given.dtype} {tuple(given.shape)}", f"{dtype} {tuple(shape)}"
+        raise RunError(f"stage {stage.index} gives hidden states of {found}, and the next one expects {wanted}")
+    return given
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong in a stage; torch wraps it in its own account of what the stage was given."""
+    found: BaseException = error
+    while found.__cause__ is not None and not isinstance(found, HpError):
+        found = found.__cause__
+    return found
