@@ -26,6 +26,8 @@ from hp_core.checkpoint.tensors import (
     restore_optimizers,
 )
 from hp_core.errors import InputError, Problem, RunError
+from hp_core.parallel.agreement import gathered
+from hp_core.parallel.pipeline.stages import elsewhere
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.state import random_state, restore_random_state, seed_everything
 
@@ -51,7 +53,9 @@ def save_checkpoint(
     """
     final = step_directory(run_directory, step)
     temporary = final.with_name(final.name + ".tmp")
-    state = {**trainer_state, "optimizer_scalars": optimizer_scalars(model, optimizers)}
+    # Each rank of a pipeline has some parameters.
+    scalars = {name: one for part in gathered(optimizer_scalars(model, optimizers), setup) for name, one in part.items()}
+    state = {**trainer_state, "optimizer_scalars": scalars}
     with _writing(final):
         if setup.environment.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -105,7 +109,7 @@ def load_checkpoint(
         loss_state = torch.load(loss_file, weights_only=True, map_location="cpu")
     _load_loss(loss_fn, model, loss_state, checkpoint.path)
     tensors = model_tensors(model)
-    require_same_model(tensors, metadata, checkpoint.path)
+    require_same_model(tensors, metadata, checkpoint.path, tuple(elsewhere(model)))
     room = empty_optimizer_tensors(model, metadata)
     with _reading(checkpoint.path):
         dcp.load({**tensors, **room}, checkpoint_id=checkpoint.path)

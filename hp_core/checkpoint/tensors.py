@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from hp_core.errors import InputError, RunError
+from hp_core.parallel.pipeline.stages import elsewhere
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
@@ -62,6 +63,8 @@ def empty_optimizer_tensors(model: nn.Module, metadata: Metadata) -> dict[str, t
             continue
         fqn = name.removeprefix(OPTIMIZER).rpartition("/")[0]
         if fqn not in parameters:
+            if any(fqn.startswith(f"{other}.") for other in elsewhere(model)):
+                continue
             raise InputError(f"the checkpoint has optimizer state for {fqn!r}, which this model does not have")
         parameter = parameters[fqn]
         dtype = stored.properties.dtype
@@ -72,14 +75,24 @@ def empty_optimizer_tensors(model: nn.Module, metadata: Metadata) -> dict[str, t
     return room
 
 
-def require_same_model(tensors: Mapping[str, torch.Tensor], metadata: Metadata, path: Path) -> None:
+def require_same_model(
+    tensors: Mapping[str, torch.Tensor], metadata: Metadata, path: Path, others: Sequence[str] = ()
+) -> None:
     """Refuse a checkpoint whose model has other parameters or buffers than `tensors`, or others of their kind.
+
+    Args:
+        tensors: what this rank's model has, see `model_tensors`.
+        metadata: what the checkpoint has.
+        path: the checkpoint.
+        others: the names of modules that other ranks have.
 
     Raises:
         InputError: names the first that one of them lacks, or whose dtype or shape differs.
     """
     stored = {name: value for name, value in metadata.state_dict_metadata.items() if name.startswith(MODEL)}
-    missing, extra = set(tensors) - set(stored), set(stored) - set(tensors)
+    there = tuple(f"{MODEL}{name}." for name in others)
+    missing = set(tensors) - set(stored)
+    extra = {name for name in set(stored) - set(tensors) if not name.startswith(there)}
     for names, what in ((missing, "not in the checkpoint"), (extra, "not in the recipe's model")):
         if names:
             raise InputError(f"{path}: made with another model: {min(names).removeprefix(MODEL)!r} is {what}")
@@ -113,7 +126,7 @@ def restore_optimizers(
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         optimizer.state.clear()
         for fqn, values in state.items():
-            if parameters[fqn] in mine:
+            if parameters.get(fqn) in mine:
                 optimizer.state[parameters[fqn]] = values
 
 

@@ -140,9 +140,10 @@ class FsdpConfig(Section):
         None, ge=1, description="Ranks that share one copy; null shares it among all data ranks."
     )
     dp_replicate_size: int = Field(1, ge=1, description="Copies of the model.")
-    reshard_after_forward: bool = Field(
-        True,
-        description="Free a layer's gathered parameters after its forward pass and gather them again for backward.",
+    reshard_after_forward: bool | None = Field(
+        None,
+        description="Free a layer's gathered parameters after its forward pass and gather them again for backward. "
+        "Null does, except with pipeline ranks, whose many micro-batches would gather them again each time.",
     )
     forward_prefetch: int = Field(
         0, ge=0, description="Layers gathered ahead of the one that runs in the forward pass, at the cost of memory."

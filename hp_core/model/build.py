@@ -90,6 +90,7 @@ def finish_model(
     for module in members_of(model):
         module.training = True
     if pipeline is not None:
+        pipeline.share_tied()
         pipeline.require_passing()
 
 

@@ -35,7 +35,7 @@ def shard_model(model: nn.Module, setup: DistributedSetup) -> None:
         return
     if setup.expert_mesh is not None:
         _shard_experts(model, setup, setup.expert_mesh, policy or MixedPrecisionPolicy())
-    pipeline = pipeline_of(model)
+    pipeline, reshards = pipeline_of(model), _reshards(setup)
     roots: list[nn.Module] = [model] if pipeline is None else [stage.view for stage in pipeline.stages]
     for root in roots:
         units = blocks(root)
@@ -43,7 +43,7 @@ def shard_model(model: nn.Module, setup: DistributedSetup) -> None:
             fully_shard(
                 unit,
                 mesh=setup.fsdp_mesh,
-                reshard_after_forward=setup.fsdp.reshard_after_forward and unit is not root,
+                reshard_after_forward=reshards and unit is not root,
                 mp_policy=policy or MixedPrecisionPolicy(),
                 shard_placement_fn=partial(_without_padding, num_shards=setup.fsdp_mesh.size(1)),
             )
@@ -69,11 +69,16 @@ def _shard_experts(model: nn.Module, setup: DistributedSetup, mesh: DeviceMesh, 
         fully_shard(
             experts,
             mesh=shards,
-            reshard_after_forward=setup.fsdp.reshard_after_forward,
+            reshard_after_forward=_reshards(setup),
             # The block has cast its inputs already, and a router may weigh in fp32 on purpose.
             mp_policy=replace(policy, cast_forward_inputs=False),
             shard_placement_fn=partial(_expert_shards, num_shards=mesh.size(1)),
         )
+
+
+def _reshards(setup: DistributedSetup) -> bool:
+    written = setup.fsdp.reshard_after_forward
+    return setup.sizes.pp == 1 if written is None else written
 
 
 def _spread(model: nn.Module) -> list[nn.Module]:

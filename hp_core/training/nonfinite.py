@@ -38,9 +38,10 @@ def describe(
     Every rank calls it, and every rank gets the same text. This is the slow path: nothing here runs in a step
     whose numbers are finite.
     """
+    # A stage before the last has no losses, and one that a schedule was filled up for has no samples.
     faults = [
         Fault(setup.rank, float(loss), micro_batch.sample_ids)
-        for micro_batch, loss in zip(micro_batches, step_loss.per_micro_batch, strict=True)
+        for micro_batch, loss in zip(micro_batches, step_loss.per_micro_batch, strict=False)
         if not torch.isfinite(loss)
     ]
     gradients = [

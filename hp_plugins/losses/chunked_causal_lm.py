@@ -12,7 +12,7 @@ from hp_core.errors import RunError
 from hp_core.training.loss import IGNORE_INDEX
 from hp_plugins.losses.chunk_size import Chunks, ChunkSize, MemoryBudget
 from hp_plugins.losses.chunked import ChunkedHeadLoss
-from hp_plugins.losses.head import LossHead, measure_transform
+from hp_plugins.losses.head import LossHead, call_briefly, measure_transform
 from hp_plugins.losses.in_head import HeadCall, answered
 from hp_plugins.losses.objective import Objective
 from hp_plugins.losses.router import RouterBalance, RouterZLoss
@@ -44,6 +44,7 @@ class ChunkedCausalLMLoss(TokenLoss):
         super().__init__(ignore_index, token_weights, router_balance, router_z_loss)
         self._objective = Objective(label_smoothing, z_loss)
         self._chunks = Chunks(chunk_size, memory_budget_mib)
+        self._has_head = True
         self._bound: _Bound | None = None
         self._pending: HeadCall | None = None
 
@@ -54,6 +55,10 @@ class ChunkedCausalLMLoss(TokenLoss):
             InputError: the model's head is of another kind, or the memory budget is less than a token takes.
         """
         super().bind_model(model, distributed_setup)
+        self._has_head = distributed_setup is None or distributed_setup.has_last_stage
+        if not self._has_head:
+            call_briefly(model)  # the rank with the head measures
+            return
         head = LossHead.of(model)
         transform = measure_transform(model, head)
         loss = ChunkedHeadLoss(self._objective, transform, self._chunks.num_tokens(head.head.weight, transform))
@@ -61,6 +66,8 @@ class ChunkedCausalLMLoss(TokenLoss):
 
     def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
         """Hand the labels to the head instead of the model, for the model's next call."""
+        if not self._has_head:
+            return super().prepare_model_inputs(model_inputs, loss_inputs)
         bound = self._require_bound()
 
         def compute(hidden: torch.Tensor, head: nn.Linear, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:

@@ -80,6 +80,9 @@ class DistillationLoss(TokenLoss):
                 memory budget is less than a token takes.
         """
         super().bind_model(model, distributed_setup)
+        if distributed_setup.sizes.pp > 1:
+            message = "a teacher can't be cut into stages with its student in this version"
+            raise InputError(Problem(message, path="loss_fn", hint="remove accelerator.pp_size"))
         head = LossHead.of(model)
         transform = measure_transform(model, head)
         chunk_size = self._chunks.num_tokens(head.head.weight, transform, _NUM_BUFFERS)

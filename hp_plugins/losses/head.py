@@ -91,13 +91,19 @@ class LossHead:
         self._question = None
 
 
+def call_briefly(model: nn.Module) -> Any:
+    """What the model gives for a few tokens. Every rank calls it."""
+    device = next(model.parameters()).device
+    with evaluating(model):
+        return model(input_ids=torch.arange(_NUM_PROBE_TOKENS, device=device)[None], use_cache=False)
+
+
 def measure_transform(model: nn.Module, head: LossHead) -> LogitTransform:
     """What the model does to the outputs of its head, seen in one call. Every rank calls it.
 
     Raises:
         InputError: it is no scale and soft cap, or the model doesn't return them as its logits.
     """
-    device = next(model.parameters()).device
     given: list[torch.Tensor] = []
 
     def answer(hidden: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
@@ -105,8 +111,7 @@ def measure_transform(model: nn.Module, head: LossHead) -> LogitTransform:
         return given[0]
 
     head.ask(answer)
-    with evaluating(model):
-        output = model(input_ids=torch.arange(_NUM_PROBE_TOKENS, device=device)[None], use_cache=False)
+    output = call_briefly(model)
     if not given:
         raise _refused(f"{_name(model)} does not call its output embeddings")
     transform = None

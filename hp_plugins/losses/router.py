@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hp_core.errors import InputError, Problem
+from hp_core.parallel.agreement import gathered
+from hp_core.parallel.setup import DistributedSetup
 from hp_plugins.losses.objective import at_least_fp32
 from hp_plugins.losses.router_probe import HINT, Routing, Scores, find_routers, score_function
 from hp_plugins.losses.router_recording import RouterRecording
@@ -56,10 +58,10 @@ class RouterLosses:
         self._z = z
         self._bound: _Bound | None = None
 
-    def bind(self, model: nn.Module) -> None:
+    def bind(self, model: nn.Module, setup: DistributedSetup | None = None) -> None:
         """Find the routers of the finished model and how they score; nothing at all where both weights are 0.
 
-        Every rank calls it: it runs a short forward pass.
+        Every rank calls it: it runs a short forward pass. A pipeline rank has the routers of its own layers.
 
         Raises:
             InputError: the model has no routers, or one whose losses can't be computed exactly.
@@ -71,11 +73,20 @@ class RouterLosses:
         if balance == 0 and self._z == 0:
             return
         routers = find_routers(model)
-        if not routers:
+        if not any(_everywhere(len(routers), setup)):
             message = f"{type(model).__name__} has no routers that transformers knows of, so they have no losses"
             raise InputError(Problem(message, path="loss_fn", hint=HINT))
-        scores = score_function(model, routers)
-        self._bound = _Bound(RouterRecording(routers), scores, balance, self._z)
+        found = score_function(model, routers)
+        everywhere = _everywhere((len(routers), found), setup)
+        known = next(one for _, one in everywhere if one is not None)
+        if any(one not in (None, known) for _, one in everywhere):
+            message = "routers in other layers have other experts, or score them otherwise"
+            raise InputError(Problem(message, path="loss_fn", hint=HINT))
+        # All ranks but those of a pipeline have the same routers.
+        pp_size = 1 if setup is None else setup.sizes.pp
+        num_routers = sum(number for number, _ in everywhere) * pp_size // len(everywhere)
+        recording = RouterRecording(routers, in_stages=pp_size > 1)
+        self._bound = _Bound(recording, *known, num_routers, balance, self._z)
 
     def arm(self) -> None:
         """Record the model's next call, of which the terms are to be taken."""
@@ -99,7 +110,8 @@ class RouterLosses:
         if self._bound is None or not self.needs_statistics:
             return {}
         real = real_tokens.flatten()
-        return {_LOAD: torch.stack([load(one, real) for one in self._bound.recording.peek(len(real))]).sum(0)}
+        nothing = torch.zeros(self._bound.num_experts, dtype=torch.float64, device=real.device)
+        return {_LOAD: sum((load(one, real) for one in self._bound.recording.peek(len(real))), nothing)}
 
     def terms(
         self, real_tokens: torch.Tensor, num_real_tokens: int, statistics: Mapping[str, torch.Tensor]
@@ -119,8 +131,10 @@ class RouterLosses:
         bound, real = self._bound, real_tokens.flatten()
         found: dict[str, torch.Tensor] = {}
         routings = bound.recording.take(len(real))
+        if not routings:
+            return {}
         # A step without a real token has nothing to divide, and all sums are zero.
-        per_routing = 1 / (len(routings) * num_real_tokens) if num_real_tokens else 0.0
+        per_routing = 1 / (bound.num_routers * num_real_tokens) if num_real_tokens else 0.0
         masked = [masked_logits(one, real) for one in routings]
         if bound.balance:
             sums = torch.stack([(probabilities(one, bound.scores) * real[:, None]).sum(0) for one in masked]).sum(0)
@@ -138,8 +152,14 @@ class _Bound:
 
     recording: RouterRecording
     scores: Scores
+    num_experts: int
+    num_routers: int
     balance: float
     z: float
+
+
+def _everywhere(value: Any, setup: DistributedSetup | None) -> list[Any]:
+    return [value] if setup is None else gathered(value, setup)
 
 
 def configured_balance(model: nn.Module) -> float:

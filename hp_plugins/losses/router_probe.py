@@ -85,10 +85,10 @@ def _names(recorder: OutputRecorder, fqn: str, module: nn.Module) -> bool:
     )
 
 
-def score_function(model: nn.Module, routers: list[Router]) -> Scores:
-    """The function by which the routers turn logits into scores, found out in a short forward pass.
+def score_function(model: nn.Module, routers: list[Router]) -> tuple[Scores, int] | None:
+    """How the routers turn logits into scores, and of how many experts; None if there are no routers.
 
-    Every rank calls it: with sharded weights a forward pass is a collective.
+    It is found out in a short forward pass. Every rank calls it: with sharded weights that is a collective.
 
     Raises:
         InputError: a router does not tell which experts it chose, scores them by neither function, or not by the
@@ -110,7 +110,7 @@ def score_function(model: nn.Module, routers: list[Router]) -> Scores:
     for one, scores in zip(routers, found, strict=True):
         if scores != found[0] or probe.experts(one) != probe.experts(routers[0]):
             raise _refused(one, f"has other experts, or scores them otherwise, than {routers[0].fqn}")
-    return found[0]
+    return (found[0], probe.experts(routers[0])) if routers else None
 
 
 class _Probe:

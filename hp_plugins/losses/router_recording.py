@@ -25,8 +25,10 @@ class RouterRecording:
     A checkpointed layer runs again in the backward pass, which would count its tokens twice.
     """
 
-    def __init__(self, routers: list[Router]) -> None:
+    def __init__(self, routers: list[Router], *, in_stages: bool = False) -> None:
+        """Listen to `routers`, of which a pass calls those of one stage alone if they are `in_stages`."""
         self._routers = routers
+        self._in_stages = in_stages
         self._records: list[list[_Record]] | None = None
         self._handles = [self._listen(number, router) for number, router in enumerate(routers)]
 
@@ -60,7 +62,9 @@ class RouterRecording:
         if self._records is None:
             raise RunError("loss_fn: prepare_model_inputs was not called before the model, so no router was heard")
         return [
-            _only(router, records, num_tokens) for router, records in zip(self._routers, self._records, strict=True)
+            _only(router, records, num_tokens)
+            for router, records in zip(self._routers, self._records, strict=True)
+            if records or not self._in_stages
         ]
 
     def _listen(self, number: int, router: Router) -> RemovableHandle:

@@ -36,8 +36,7 @@ class TokenLoss(nn.Module):
         Raises:
             InputError: there are none, or their losses can't be computed exactly.
         """
-        del distributed_setup
-        self._router.bind(model)
+        self._router.bind(model, distributed_setup)
 
     def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
         """Keep the labels from the model, which would compute a loss of its own with them."""

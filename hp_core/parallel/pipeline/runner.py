@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -186,19 +187,45 @@ class Pipeline:
         last = self.schedule.rank_of(self.num_stages - 1, self._setup.sizes.pp)
         return CausalLMOutput(**self._transport.broadcast(found, last))
 
-    def _sum_tied(self) -> None:
-        """Add up the gradients of a weight that is the first stage's embedding and the last one's head."""
-        has_first = self.stages[0].is_first
-        if not self.anatomy.is_tied or not (has_first or self.has_last):
+    def share_tied(self) -> None:
+        """Let the first stage have the weight of the last one's head, where it is its embedding's, too."""
+        if not self.holds_tied:
             return
-        gradient = self._model.get_input_embeddings().weight.grad
-        other = self.schedule.rank_of(self.num_stages - 1 if has_first else 0, self._setup.sizes.pp)
-        self._transport.add_of(gradient, other)
+        weight = local_of(self._model.get_input_embeddings().weight.detach())
+        if self.has_last:
+            self._transport.send(0, weight, self._other_end)
+            self._transport.finish()
+        else:
+            weight.copy_(self._transport.receive(0, self._other_end))
+
+    @property
+    def holds_tied(self) -> bool:
+        """Whether this rank has a weight that is the first stage's embedding and the last one's head."""
+        return self.anatomy.is_tied and (self.stages[0].is_first or self.has_last)
+
+    @property
+    def counted_elsewhere(self) -> nn.Parameter | None:
+        """The weight of this rank that the last stage has, too, and counts."""
+        weight = self._model.get_input_embeddings().weight if self.holds_tied and not self.has_last else None
+        return weight
+
+    @property
+    def _other_end(self) -> int:
+        return self.schedule.rank_of(0 if self.has_last else self.num_stages - 1, self._setup.sizes.pp)
+
+    def _sum_tied(self) -> None:
+        if self.holds_tied:
+            self._transport.add_of(local_of(self._model.get_input_embeddings().weight.grad), self._other_end)
 
     def _rank(self, stage: Stage, step: int) -> int | None:
         """The rank of the next or the previous stage; None if it is this one."""
         rank = self.schedule.rank_of(stage.index + step, self._setup.sizes.pp)
         return None if rank == self._group.rank() else rank
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:

@@ -28,6 +28,11 @@ class Schedule:
     placement: Literal["loop", "v"] = "loop"
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are computed later than those of inputs."""
+        return self.name.endswith("zero_bubble")
+
+    @property
     def is_interleaved(self) -> bool:
         """Whether a rank may hold more than one stage."""
         return self.stages_per_rank > 1

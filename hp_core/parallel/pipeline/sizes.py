@@ -32,6 +32,9 @@ def pipeline_problems(config: TrainerConfig, num_data_ranks: int) -> Iterator[Pr
         yield Problem(f"{schedule.name} has 2 stages for each rank, not {stages}", path=path, hint="write 2")
     elif stages == 1 and schedule.is_interleaved:
         yield Problem(f"{schedule.name} has several stages for each rank", path=path, hint="write 2 or more")
+    if schedule.splits_backward and config.fsdp_config.reshard_after_forward:
+        message = f"{schedule.name} computes the gradients of a layer's weights later, which then aren't there"
+        yield Problem(message, path="fsdp_config.reshard_after_forward", hint="write false, or leave it out")
     if accelerator.pp_layers is not None and len(accelerator.pp_layers) != num_stages(accelerator):
         message = f"{len(accelerator.pp_layers)} stages are given layers, and there are {num_stages(accelerator)}"
         yield Problem(message, path="accelerator.pp_layers", hint=f"write {num_stages(accelerator)} numbers")

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
 _MOST_DIMENSIONS = 6
@@ -26,7 +25,7 @@ class Transport:
         if rank is None:
             self._here[stage] = tensor
             return
-        for one in (self._header(tensor), tensor.detach().contiguous()):
+        for one in (self._header(tensor), tensor.detach().contiguous())[: 1 + bool(tensor.numel())]:
             self._on_the_way.append((dist.isend(one, group=self._group, group_dst=rank), one))
 
     def receive(self, stage: int, rank: int | None) -> torch.Tensor:
@@ -36,7 +35,8 @@ class Transport:
         header = torch.empty(_MOST_DIMENSIONS + 2, dtype=torch.int64, device=self._device)
         dist.recv(header, group=self._group, group_src=rank)
         tensor = self._empty(header)
-        dist.recv(tensor, group=self._group, group_src=rank)
+        if tensor.numel():
+            dist.recv(tensor, group=self._group, group_src=rank)
         return tensor
 
     def finish(self) -> None:
@@ -63,13 +63,10 @@ class Transport:
 
     def add_of(self, tensor: torch.Tensor, rank: int) -> None:
         """Add the same tensor of another rank, which calls it, too; both have the same bits afterwards."""
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        other = torch.empty_like(own, memory_format=torch.contiguous_format)
-        sending = dist.isend(own.contiguous(), group=self._group, group_dst=rank)
-        dist.recv(other, group=self._group, group_src=rank)
-        if sending is not None:
-            sending.wait()
-        own.add_(other)
+        self.send(0, tensor, rank)
+        other = self.receive(0, rank)
+        self.finish()
+        tensor.add_(other)
 
     def _header(self, tensor: torch.Tensor) -> torch.Tensor:
         sizes = [*tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.ndim)]
