@@ -54,7 +54,8 @@ def save_checkpoint(
     final = step_directory(run_directory, step)
     temporary = final.with_name(final.name + ".tmp")
     # Each rank of a pipeline has some parameters.
-    scalars = {name: one for part in gathered(optimizer_scalars(model, optimizers), setup) for name, one in part.items()}
+    by_rank = gathered(optimizer_scalars(model, optimizers), setup)
+    scalars = {name: one for part in by_rank for name, one in part.items()}
     state = {**trainer_state, "optimizer_scalars": scalars}
     with _writing(final):
         if setup.environment.is_main:

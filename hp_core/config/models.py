@@ -112,9 +112,9 @@ class AcceleratorConfig(Section):
     ep_size: int = Field(1, ge=1, description="Ranks that share the experts of a mixture (expert parallelism).")
 
     pp_size: int = Field(1, ge=1, description="Ranks that hold some layers each (pipeline parallelism).")
-    pp_schedule: Literal[
-        "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"
-    ] = Field("1f1b", description="The order in which the stages of a pipeline work on micro-batches.")
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = Field(
+        "1f1b", description="The order in which the stages of a pipeline work on micro-batches."
+    )
     pp_stages_per_rank: int | None = Field(
         None, ge=1, description="Stages that a rank holds; null is 1, or 2 with an interleaved or zero-bubble schedule."
     )

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -86,6 +86,19 @@ class DistributedSetup:
         """This process's rank among those that drop other activations: of other tokens, or of other layers."""
         num_token_ranks = self.sizes.dp * self.sizes.cp
         return self.axis_rank("pp") * num_token_ranks + self.token_rank
+
+    @property
+    def alone(self) -> DistributedSetup:
+        """What this process would be without the others, for trials that each makes by itself."""
+        alone = ProcessEnvironment(master_addr=self.environment.master_addr)
+        return replace(
+            self,
+            environment=alone,
+            sizes=ParallelSizes(),
+            accelerator=AcceleratorConfig(),
+            replacer=None,
+            expert_mesh=None,
+        )
 
     def axis_rank(self, axis: str) -> int:
         """This process's rank along one axis of the dense mesh, read off its rank in the world."""

@@ -127,7 +127,9 @@ def evaluate(
 
 def _names(sums: Iterable[str], setup: DistributedSetup) -> list[str]:
     """The entries of all ranks that have the last stage, which must be the same."""
-    by_rank = [names for names in gathered(sorted(sums) if setup.has_last_stage else None, setup) if names is not None]
+    by_rank: list[list[str]] = [
+        names for names in gathered(sorted(sums) if setup.has_last_stage else None, setup) if names is not None
+    ]
     if any(names != by_rank[0] for names in by_rank):
         other = next(names for names in by_rank if names != by_rank[0])
         raise InputError(f"loss_fn: the entries of an evaluation differ between ranks: {by_rank[0]} and {other}")

@@ -27,7 +27,7 @@ def tokens_of(micro_batches: Sequence[MicroBatch]) -> torch.Size:
     Raises:
         RunError: they differ, and hidden states of one shape travel through the schedule.
     """
-    shapes = {one.loss_inputs["labels"].shape for one in micro_batches}
+    shapes: set[torch.Size] = {one.loss_inputs["labels"].shape for one in micro_batches}
     if len(shapes) > 1:
         found = " and ".join(str(tuple(shape)) for shape in sorted(shapes))
         raise RunError(f"pipeline ranks need micro-batches of one shape in a step, and these have {found}")

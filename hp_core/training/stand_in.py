@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,13 @@ def _stored_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def try_loss(config: TrainerConfig, plugins: Plugins) -> Trial:
+def try_loss(config: TrainerConfig, plugins: Plugins, setup: DistributedSetup | None = None) -> Trial:
     """Build the loss with the hooks of `plugins`, and diagnose it on a model that stands in for the recipe's.
+
+    Args:
+        config: the recipe.
+        plugins: its plugins.
+        setup: that of this process, where there is one.
 
     Raises:
         InputError: the loss can't be built, is no loss that a trainer can call, or raises on a model of the recipe's
@@ -126,13 +132,13 @@ def try_loss(config: TrainerConfig, plugins: Plugins) -> Trial:
     stand_in = StandIn.of(config)
     if config.loss_fn is not None:
         config = config.model_copy(update={"loss_fn": stand_in.within(config.loss_fn)})
-    with tiny_setup() as setup:
+    with tiny_setup() if setup is None else nullcontext(setup.alone) as alone:
         with told_of_the_loss("can't be built"):
             loss_fn = as_module(plugins.hook.build_loss(config=config), "loss_fn")
         require_loss_call(loss_fn, contract_of(loss_fn).columns)
         require_without_parameters(loss_fn)
         try:
-            return Trial(diagnosed(loss_fn, stand_in, plugins, setup))
+            return Trial(diagnosed(loss_fn, stand_in, plugins, alone))
         except Exception as error:
             text = str(error).removeprefix("loss_fn: ") if isinstance(error, HpError) else describe(error)
             if not stand_in.is_own_family:

@@ -12,7 +12,7 @@ from torch import nn
 
 from hp_core import Target
 from hp_core.config.nested import ComponentOf
-from hp_core.errors import InputError, RunError
+from hp_core.errors import InputError, Problem, RunError
 from hp_core.training.loss import IGNORE_INDEX
 from hp_plugins.losses.chunk_size import Chunks, ChunkSize, MemoryBudget
 from hp_plugins.losses.chunked import ChunkedHeadLoss

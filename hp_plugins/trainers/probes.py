@@ -11,16 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hp_core.config import TrainerConfig
 from hp_core.data.protocols import RowDataset
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.agreement import gathered
 from hp_core.parallel.setup import DistributedSetup
+from hp_core.plugins import Plugins
 from hp_core.training.accounting import by_name
 from hp_core.training.evaluation import evaluating
 from hp_core.training.loss import IGNORE_INDEX, LossContract
 from hp_core.training.loss_check import Run, diagnose
 from hp_core.training.restoring import restored
-from hp_core.training.state import seed_everything
+from hp_core.training.stand_in import try_loss
+from hp_core.training.state import random_state, restore_random_state, seed_everything
 
 _LENGTH = 8
 
@@ -198,6 +201,21 @@ def check_loss(
         if answer.errors:
             raise InputError(answer.errors)
     return next((answer.warnings for answer in answers if answer.warnings), ())
+
+
+def try_alone(config: TrainerConfig, plugins: Plugins, setup: DistributedSetup) -> list[str]:
+    """What `check_loss` finds on a tiny model of the recipe's family, which every rank has to itself.
+
+    Raises:
+        InputError: with everything that is wrong.
+    """
+    random = random_state()
+    trial = try_loss(config, plugins, setup)
+    restore_random_state(random)
+    if trial.diagnosis.errors:
+        raise InputError(trial.diagnosis.errors)
+    not_tried = [] if trial.not_tried is None else [f"loss_fn: not tried: {trial.not_tried}"]
+    return [*not_tried, *map(str, trial.diagnosis.warnings)]
 
 
 def _whole_numbers(dataset: RowDataset, contract: LossContract) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from hp_plugins.trainers.probes import (
     check_loss_isolation,
     check_shift,
     require_positions,
+    try_alone,
 )
 from hp_plugins.trainers.sampling import write_samples
 
@@ -46,14 +47,21 @@ class TextTrainer(BaseTrainer):
             _check_vocabulary(self.model, self.tokenizer)
         check_isolation(self.model, self.setup.device)
         check_shift(self._model_loss, self.setup.device)
+        for warning in self._try_loss():
+            self.run.console.say(warning)
+        if self.config.evaluation.samples.prompts and not isinstance(self.tokenizer, Tokenizer):
+            raise InputError(Problem("sampling text needs dataset.tokenizer", path="evaluation.samples.prompts"))
+
+    def _try_loss(self) -> list[str]:
+        """Refuse a loss that does something else than it declares; return what may be wrong with it."""
+        if self.setup.sizes.pp > 1:
+            # No rank has both the tokens and the loss.
+            return try_alone(self.config, self.run.plugins, self.setup)
         bound = (self.loss_fn, self.model, self.contract, self._tiny_loss, self.datasets.train)
         with told_of_the_loss(f"{type(self.loss_fn).__name__} can't be called on a tiny batch"):
             warnings = check_loss(*bound, self.setup)
             check_loss_isolation(*bound)
-        for warning in warnings:
-            self.run.console.say(str(warning))
-        if self.config.evaluation.samples.prompts and not isinstance(self.tokenizer, Tokenizer):
-            raise InputError(Problem("sampling text needs dataset.tokenizer", path="evaluation.samples.prompts"))
+        return [str(warning) for warning in warnings]
 
     def _model_loss(self, batch: dict[str, Any]) -> tuple[Any, bool]:
         """The model's output for a batch, and whether the loss lets the model see the labels."""

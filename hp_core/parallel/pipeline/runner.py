@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from hp_core.errors import HpError, InputError, Problem, RunError
 from hp_core.parallel.dtypes import DTYPES
 from hp_core.parallel.pipeline.schedules import SCHEDULES
-from hp_core.parallel.pipeline.stages import PATH, Anatomy, Stage, keep_stages, split_layers, trunk_of
+from hp_core.parallel.pipeline.stages import PATH, Anatomy, Stage, embedding_of, keep_stages, split_layers, trunk_of
 from hp_core.parallel.pipeline.transport import Transport
 from hp_core.parallel.setup import DistributedSetup
 
@@ -43,7 +43,9 @@ class Pipeline:
         pp_rank = setup.axis_rank("pp")
         own = [one for one in range(self.num_stages) if self.schedule.rank_of(one, setup.sizes.pp) == pp_rank]
         if self.anatomy.is_tied and {0, self.num_stages - 1} <= set(own):
-            message = f"{accelerator.pp_schedule} has the first and the last stage on one rank, which ties their weights"
+            message = (
+                f"{accelerator.pp_schedule} has the first and the last stage on one rank, which ties their weights"
+            )
             hint = "use another schedule for a model whose embedding is its head"
             raise InputError(Problem(message, path="accelerator.pp_schedule", hint=hint))
         self.stages = keep_stages(model, self.anatomy, self.split, own)
@@ -113,7 +115,9 @@ class Pipeline:
         """Run every job forward through all stages. Every rank of a pipeline gives as many."""
         for job in jobs:
             for stage in self.stages:
-                hidden = torch.zeros(1) if stage.is_first else self._transport.receive(stage.index, self._rank(stage, -1))
+                hidden = (
+                    torch.zeros(1) if stage.is_first else self._transport.receive(stage.index, self._rank(stage, -1))
+                )
                 self._jobs, self._compute = (job,), compute
                 try:
                     given = stage.view(hidden, number=torch.zeros(1, dtype=torch.int64))
@@ -132,7 +136,9 @@ class Pipeline:
         size = self._model.config.get_text_config().hidden_size
         hidden = torch.linspace(-3, 3, 4 * size, dtype=self._model.dtype, device=self._setup.device).view(1, 4, size)
         with torch.no_grad():
-            passed = self._trunk(inputs_embeds=hidden, position_ids=torch.arange(4, device=hidden.device)[None]).logits
+            passed = self._trunk.forward(
+                inputs_embeds=hidden, position_ids=torch.arange(4, device=hidden.device)[None]
+            ).logits
         if not torch.equal(passed, hidden):
             message = f"{type(self._model).__name__} changes hidden states outside of its layers, so it has no stages"
             raise InputError(Problem(message, path=PATH, hint="remove 'pp_size'"))
@@ -181,17 +187,19 @@ class Pipeline:
             outputs = self._model(**job)
             if stage.is_last:
                 found.update({name: outputs[name] for name in ("logits", "loss") if outputs.get(name) is not None})
-            return outputs.logits
+            hidden: torch.Tensor = outputs.logits
+            return hidden
 
         self.run_forward([inputs], compute)
         last = self.schedule.rank_of(self.num_stages - 1, self._setup.sizes.pp)
-        return CausalLMOutput(**self._transport.broadcast(found, last))
+        found = self._transport.broadcast(found, last)
+        return CausalLMOutput(loss=found.get("loss"), logits=found["logits"])
 
     def share_tied(self) -> None:
         """Let the first stage have the weight of the last one's head, where it is its embedding's, too."""
         if not self.holds_tied:
             return
-        weight = local_of(self._model.get_input_embeddings().weight.detach())
+        weight = local_of(embedding_of(self._model).weight.detach())
         if self.has_last:
             self._transport.send(0, weight, self._other_end)
             self._transport.finish()
@@ -206,16 +214,16 @@ class Pipeline:
     @property
     def counted_elsewhere(self) -> nn.Parameter | None:
         """The weight of this rank that the last stage has, too, and counts."""
-        weight = self._model.get_input_embeddings().weight if self.holds_tied and not self.has_last else None
-        return weight
+        return embedding_of(self._model).weight if self.holds_tied and not self.has_last else None
 
     @property
     def _other_end(self) -> int:
         return self.schedule.rank_of(0 if self.has_last else self.num_stages - 1, self._setup.sizes.pp)
 
     def _sum_tied(self) -> None:
-        if self.holds_tied:
-            self._transport.add_of(local_of(self._model.get_input_embeddings().weight.grad), self._other_end)
+        gradient = embedding_of(self._model).weight.grad if self.holds_tied else None
+        if gradient is not None:
+            self._transport.add_of(local_of(gradient), self._other_end)
 
     def _rank(self, stage: Stage, step: int) -> int | None:
         """The rank of the next or the previous stage; None if it is this one."""

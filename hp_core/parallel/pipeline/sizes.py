@@ -60,4 +60,3 @@ def stage_problems(config: AcceleratorConfig, model: Mapping[str, Any]) -> Itera
     elif config.pp_layers is not None and sum(config.pp_layers) != layers:
         message = f"{sum(config.pp_layers)} layers are given to stages, and the model has {layers}"
         yield Problem(message, path="accelerator.pp_layers", hint=f"let them add up to {layers}")
-

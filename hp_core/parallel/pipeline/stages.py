@@ -96,7 +96,7 @@ class Anatomy:
         others += [name for name, one in model.named_children() if one is not base and name != head[0] and _holds(one)]
         if others:
             raise _refused(model, f"its plan says nothing of {others[0]}")
-        is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        is_tied = embedding_of(model).weight is model.get_output_embeddings().weight
         return cls(model.base_model_prefix, embedding[0], layers[0], after, head[0], is_tied)
 
     def stack(self, model: PreTrainedModel) -> nn.ModuleList:
@@ -107,14 +107,24 @@ class Anatomy:
 
     def costs(self, model: PreTrainedModel) -> Costs:
         """What a token costs in each part."""
-        embeddings = model.get_input_embeddings().weight
         after = sum(cost_of(model.get_submodule(f"{self.base}.{name}"), model.config) for name in self.after)
         layers = tuple(cost_of(layer, model.config) for layer in self.stack(model))
         # A token is looked up, not multiplied.
-        return Costs(embeddings.shape[1], layers, after + cost_of(model.get_submodule(self.head), model.config))
+        return Costs(
+            embedding_of(model).embedding_dim, layers, after + cost_of(model.get_submodule(self.head), model.config)
+        )
 
 
-def split_layers(model: PreTrainedModel, anatomy: Anatomy, num_stages: int, layers: Sequence[int] | None) -> list[range]:
+def embedding_of(model: PreTrainedModel) -> nn.Embedding:
+    """What turns tokens into hidden states; a stage after the first has it where it is the head, too."""
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    return embedding
+
+
+def split_layers(
+    model: PreTrainedModel, anatomy: Anatomy, num_stages: int, layers: Sequence[int] | None
+) -> list[range]:
     """The layers of each stage: those that the recipe says, or a split by cost.
 
     Raises:
@@ -162,10 +172,8 @@ def _stage(model: PreTrainedModel, anatomy: Anatomy, split: Sequence[range], num
     return Stage(number, len(split), split[number], view, view.forward)
 
 
-def _view(
-    model: PreTrainedModel, anatomy: Anatomy, layers: range, *, is_first: bool, is_last: bool
-) -> PreTrainedModel:
-    view = _shallow(model)
+def _view(model: PreTrainedModel, anatomy: Anatomy, layers: range, *, is_first: bool, is_last: bool) -> PreTrainedModel:
+    view: PreTrainedModel = _shallow(model)
     base = _shallow(model.get_submodule(anatomy.base))
     view._modules[anatomy.base] = base
     stack = enumerate(anatomy.stack(model))
