@@ -163,7 +163,7 @@ class StepLoss:
         is_left_out = False
         for name, value in loss_entries(loss, self.contract, micro_batch).items():
             # Every rank knows every entry, also where it has nothing to add: the logged vector must line up.
-            self.parts.setdefault(name, torch.zeros((), device=value.device))
+            self.parts.setdefault(name, torch.zeros((), dtype=torch.float64, device=value.device))
             is_trained = name not in self.contract.diagnostics
             counted = counted_value(name, value, self.contract, micro_batch)
             if counted is None:
@@ -171,8 +171,10 @@ class StepLoss:
                 continue
             self.num_counted += 1
             value, factor = counted
-            part = value * (factor / self.counts.amounts[label_of(name, self.counts.amounts)])
-            self.parts[name] = self.parts[name] + part.detach().float()
+            share = factor / self.counts.amounts[label_of(name, self.counts.amounts)]
+            part = value * share
+            # What is logged is rounded once, however many micro-batches it is the sum of.
+            self.parts[name] = self.parts[name] + value.detach().double() * share
             if is_trained:
                 weighted = part if weighted is None else weighted + part
         total, value = self._joined(weighted, model_output, is_left_out)

@@ -36,16 +36,17 @@ class Objective:
             logits,
             targets,
             ignore_index=IGNORE_INDEX,
-            reduction="sum" if weights is None else "none",
+            reduction="none",
             label_smoothing=self.label_smoothing,
         )
         if weights is not None:
-            loss = (loss * weights).sum()
+            loss = loss * weights
+        total = summed(loss)
         if self.z_loss:
             supervised = targets != IGNORE_INDEX
             squares = logits[supervised].logsumexp(-1).square()
-            loss = loss + self.z_loss * (squares if weights is None else squares * weights[supervised]).sum()
-        return loss
+            total = total + self.z_loss * summed(squares if weights is None else squares * weights[supervised])
+        return total
 
     def total_and_gradient_(
         self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None
@@ -82,9 +83,14 @@ class Objective:
         if self.label_smoothing:
             logits.sub_(elsewhere[:, None])
         logits[rows, targets] -= at_target
-        return loss.sum()
+        return summed(loss)
 
 
 def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in fp32, or as it is in float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def summed(losses: torch.Tensor) -> torch.Tensor:
+    """The sum, rounded once: what is logged must not depend on which tokens were added up together."""
+    return losses.sum(dtype=torch.float64).to(losses.dtype)

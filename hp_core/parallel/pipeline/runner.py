@@ -214,7 +214,11 @@ class Pipeline:
     @property
     def counted_elsewhere(self) -> nn.Parameter | None:
         """The weight of this rank that the last stage has, too, and counts."""
-        return embedding_of(self._model).weight if self.holds_tied and not self.has_last else None
+        if not self.holds_tied or self.has_last:
+            return None
+        weight = embedding_of(self._model).weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
 
     @property
     def _other_end(self) -> int:
