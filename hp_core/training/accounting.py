@@ -171,10 +171,10 @@ class StepLoss:
                 continue
             self.num_counted += 1
             value, factor = counted
-            share = factor / self.counts.amounts[label_of(name, self.counts.amounts)]
-            part = value * share
+            weight = factor / self.counts.amounts[label_of(name, self.counts.amounts)]
+            part = value * weight
             # What is logged is rounded once, however many micro-batches it is the sum of.
-            self.parts[name] = self.parts[name] + value.detach().double() * share
+            self.parts[name] = self.parts[name] + value.detach().double() * weight
             if is_trained:
                 weighted = part if weighted is None else weighted + part
         total, value = self._joined(weighted, model_output, is_left_out)

@@ -17,7 +17,7 @@ from hp_core.data.protocols import Datasets, MeshContext, RowDataset
 from hp_core.errors import RunError
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.fsdp import require_sharded
-from hp_core.parallel.pipeline.runner import pipeline_of
+from hp_core.parallel.pipeline.runner import counted_parameters, pipeline_of
 from hp_core.parallel.ready import require_split
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepCounts, StepLoss, count_step, on_device
@@ -117,6 +117,10 @@ class BaseTrainer:
             self.setup.planner.require_applied()
             for line in self.setup.planner.lines():
                 self.run.console.say(line)
+        pipeline = pipeline_of(self.model)
+        if pipeline is not None:
+            self.run.record(stages=pipeline.summaries())
+            self.run.console.say(pipeline.line())
         self.run.model = self.model
 
     def _build_loss(self) -> None:
@@ -323,10 +327,9 @@ class BaseTrainer:
         """Clip and move the weights, unless a number is not finite; all ranks decide alike."""
         training, state = self.config.training, self.run.state
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        pipeline = pipeline_of(self.model)
-        twice = None if pipeline is None else pipeline.counted_elsewhere
-        once = [parameter for parameter in parameters if parameter is not twice]
-        norm, num_nonfinite = norm_and_count(once, step_loss.num_nonfinite(self.setup.device), self.setup)
+        norm, num_nonfinite = norm_and_count(
+            counted_parameters(self.model), step_loss.num_nonfinite(self.setup.device), self.setup
+        )
         skipped: str | None = None
         if num_nonfinite or not math.isfinite(norm):
             self._on_nonfinite(micro_batches, step_loss)

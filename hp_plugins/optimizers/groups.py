@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hp_core.errors import ArgumentError
+from hp_core.parallel.pipeline.runner import pipeline_of
 from hp_core.spelling import did_you_mean
 
 # The decay of a moment's running average.
@@ -64,7 +65,7 @@ def parameter_groups(
     weight_decay: float,
     groups: Sequence[ParameterGroup],
 ) -> list[dict[str, Any]]:
-    """torch parameter groups for the trainable ones of `parameters`, without empty groups.
+    """torch parameter groups for the trainable ones of `parameters`, without empty groups but those of other stages.
 
     Call `freeze` first: what is frozen is left out here.
     """
@@ -80,7 +81,10 @@ def parameter_groups(
             rate = rate if group.lr is None else group.lr
             decay = decay if group.weight_decay is None else group.weight_decay
         buckets.setdefault((rate, decay), []).append(parameter)
-    return [{"params": bucket, "lr": rate, "weight_decay": decay} for (rate, decay), bucket in buckets.items()]
+    pipeline = pipeline_of(model)
+    # A schedule knows groups by their number, so all stages have the same.
+    kinds = list(buckets) if pipeline is None else pipeline.agreed(buckets)
+    return [{"params": buckets.get((rate, decay), []), "lr": rate, "weight_decay": decay} for rate, decay in kinds]
 
 
 def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
@@ -100,7 +104,8 @@ def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
 
 
 def _claims(model: nn.Module, groups: Sequence[ParameterGroup]) -> dict[str, int]:
-    names = [name for name, _ in model.named_parameters()]
+    pipeline = pipeline_of(model)
+    names = [name for name, _ in model.named_parameters()] if pipeline is None else pipeline.parameter_names
     claims: dict[str, int] = {}
     for index, group in enumerate(groups):
         for pattern in group.patterns():

@@ -175,6 +175,36 @@ def ways_to_share_sequences(*ways: str) -> Callable[[Bench], bool]:
     return check
 
 
+IN_STAGES = ("--accelerator.pp_size=2", "--training.global_batch_size=4", "--training.micro_batch_size=1")
+LAYERS = "--model.config.num_hidden_layers=6"
+
+
+def schedules(bench: Bench) -> bool:
+    """The schedule of torch that runs."""
+    (bench.tmp_path / "look.py").write_text(
+        "from hp_core import hookimpl\n\n\n@hookimpl\ndef on_train_end(run):\n"
+        "    run.record(found=[type(one).__name__ for one in run.model.forward._schedules.values()])\n"
+    )
+    names = ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
+    base = ("--plugins=[./look.py]", LAYERS, *IN_STAGES)
+    found = [
+        manifest(bench.run(*base, f"--accelerator.pp_schedule={name}", nproc=2).directory)["found"] for name in names
+    ]
+    torch_names = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    return found == [[f"Schedule{name}"] for name in torch_names]
+
+
+def stages(bench: Bench) -> bool:
+    base = (LAYERS, *IN_STAGES, "--accelerator.pp_schedule=interleaved_1f1b")
+    outcome = bench.run(*base, "--accelerator.pp_stages_per_rank=3", nproc=2)
+    return [one["rank"] for one in manifest(outcome.directory)["stages"]] == [0, 1, 0, 1, 0, 1]
+
+
+def layers_of_stages(bench: Bench) -> bool:
+    outcome = bench.run(LAYERS, *IN_STAGES, "--accelerator.pp_layers=[5, 1]", nproc=2)
+    return [one["num_layers"] for one in manifest(outcome.directory)["stages"]] == [5, 1]
+
+
 def shards(bench: Bench) -> bool:
     outcome = bench.run("--fsdp_config={dp_shard_size: 1, dp_replicate_size: 2}", nproc=2)
     return manifest(outcome.directory)["world"]["dp_shard"] == 1
@@ -463,8 +493,11 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "fsdp_config.dp_shard_size": shards,
     **{
         f"accelerator.{axis}_size": shared_among(axis, *base)
-        for axis, base in (("tp", ()), ("cp", ()), ("ep", (EXPERTS,)))
+        for axis, base in (("tp", ()), ("cp", ()), ("ep", (EXPERTS,)), ("pp", IN_STAGES[1:]))
     },
+    "accelerator.pp_schedule": schedules,
+    "accelerator.pp_stages_per_rank": stages,
+    "accelerator.pp_layers": layers_of_stages,
     "accelerator.cp_layout": ways_to_share_sequences("cp_layout=contiguous"),
     "accelerator.cp_method": ways_to_share_sequences("cp_method=ulysses", "cp_method=ring"),
     "fsdp_config.dp_replicate_size": replicas,

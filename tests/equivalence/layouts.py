@@ -14,6 +14,7 @@ from hp_core.config.models import AcceleratorConfig, FsdpConfig, PlanOverride
 from hp_core.model.tiny import tiny_config
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.environment import ProcessEnvironment
+from hp_core.parallel.pipeline.runner import counted_parameters
 from hp_core.parallel.plan.planner import Planner
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.parallel.tiny import tiny_setup
@@ -159,8 +160,7 @@ class Trial:
     def found(self, step: int = 0) -> Found:
         """The loss, gradients and norm of a step."""
         loss = self._accumulate(step)
-        parameters = list(self.model.parameters())
-        norm, _ = norm_and_count(parameters, torch.zeros(()), self.setup)
+        norm = self._norm()
         gradients = {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
         return Found(loss, self._whole(gradients), norm)
 
@@ -176,8 +176,12 @@ class Trial:
             optimizer.zero_grad()
             if step < NUM_STEPS:
                 losses.append(self._accumulate(step))
-                norm, _ = norm_and_count(parameters, torch.zeros(()), self.setup)
+                norm = self._norm()
         return Steps(first, losses, self._whole(dict(self.model.named_parameters())))
+
+    def _norm(self) -> float:
+        norm, _ = norm_and_count(counted_parameters(self.model), torch.zeros(()), self.setup)
+        return norm
 
     def _accumulate(self, step: int) -> float:
         micro_batches = self._micro_batches(step)
@@ -191,7 +195,7 @@ class Trial:
             return self.loss_fn(model_output=outputs, labels=loss_inputs["labels"])
 
         accumulate_gradients(micro_batches, Passes(self.model, self.loss_fn, forward, loss), step_loss, self.setup)
-        names = sorted(step_loss.logged)
+        names = require_same_entries(step_loss, Entries(), self.setup).all
         return sum(map(sum, self.setup.gather_on_host([float(step_loss.logged[name]) for name in names])))
 
     def _micro_batches(self, step: int) -> list[MicroBatch]:

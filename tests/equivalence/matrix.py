@@ -72,6 +72,16 @@ LAYOUTS: Mapping[str, Layout] = {
     "hsdp 2 x 2 x tp 2, ep 4": _layout(8, HSDP, tp_size=2, ep_size=4),
     "fsdp 2 x cp 2 x tp 2, ep 2": _layout(8, cp_size=2, tp_size=2, ep_size=2),
     "fsdp 2 x cp 2 ring x tp 2, ep 4": _layout(8, cp_size=2, tp_size=2, ep_size=4, cp_method="ring"),
+    "pp 2": _layout(2, micro_batches=4, pp_size=2),
+    "pp 2 gpipe": _layout(2, micro_batches=2, pp_size=2, pp_schedule="gpipe"),
+    "fsdp 2 x pp 2": _layout(4, micro_batches=2, pp_size=2),
+    "hsdp 2 x pp 2": _layout(4, HSDP, micro_batches=2, pp_size=2),
+    "pp 2 x tp 2": _layout(4, micro_batches=4, pp_size=2, tp_size=2),
+    "pp 2 x cp 2": _layout(4, micro_batches=4, pp_size=2, cp_size=2),
+    "pp 2 x cp 2 ring": _layout(4, micro_batches=4, pp_size=2, cp_size=2, cp_method="ring"),
+    "fsdp 2 x pp 2, ep 2": _layout(4, micro_batches=2, pp_size=2, ep_size=2),
+    "fsdp 2 x pp 2 x tp 2": _layout(8, micro_batches=2, pp_size=2, tp_size=2),
+    "fsdp 2 x pp 2 x cp 2, ep 2": _layout(8, micro_batches=2, pp_size=2, cp_size=2, ep_size=2),
 }
 # What every run of the tests holds; the rest is left to `pytest -m layouts`.
 CORE = (
@@ -84,6 +94,7 @@ CORE = (
     "cp 2, ep 2",
     "fsdp 4, ep 2",
     "fsdp 2 x tp 2, ep 4",
+    "fsdp 2 x pp 2, ep 2",
 )
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from hp_core.errors import HpError, InputError, Problem, RunError
+from hp_core.parallel.agreement import gathered
 from hp_core.parallel.dtypes import DTYPES
 from hp_core.parallel.pipeline.schedules import SCHEDULES
 from hp_core.parallel.pipeline.stages import PATH, Anatomy, Stage, embedding_of, keep_stages, split_layers, trunk_of
@@ -22,6 +23,7 @@ from hp_core.parallel.pipeline.transport import Transport
 from hp_core.parallel.setup import DistributedSetup
 
 Job = TypeVar("Job")
+Kind = TypeVar("Kind")
 # What a stage makes of a micro-batch: its hidden states, or in the last stage what backward starts from.
 Compute = Callable[[Stage, Any], torch.Tensor]
 
@@ -48,6 +50,7 @@ class Pipeline:
             )
             hint = "use another schedule for a model whose embedding is its head"
             raise InputError(Problem(message, path="accelerator.pp_schedule", hint=hint))
+        self.parameter_names = [name for name, _ in model.named_parameters()]
         self.stages = keep_stages(model, self.anatomy, self.split, own)
         self._trunk = trunk_of(model, self.anatomy)
         self._model = model
@@ -67,6 +70,24 @@ class Pipeline:
     def has_last(self) -> bool:
         """Whether this rank gives the logits."""
         return self.stages[-1].is_last
+
+    def summaries(self) -> list[dict[str, int]]:
+        """Of each stage, its rank along the pipeline and its layers."""
+        pp_size = self._setup.sizes.pp
+        return [
+            {"rank": self.schedule.rank_of(index, pp_size), "first_layer": layers.start, "num_layers": len(layers)}
+            for index, layers in enumerate(self.split)
+        ]
+
+    def agreed(self, values: Iterable[Kind]) -> list[Kind]:
+        """The values of all ranks, each once, by stage. Every rank calls it."""
+        by_rank: list[list[Kind]] = gathered(list(values), self._setup)
+        return list(dict.fromkeys(value for one in by_rank for value in one))
+
+    def line(self) -> str:
+        """The division in words."""
+        numbers = ", ".join(str(len(layers)) for layers in self.split)
+        return f"pipeline: {self.schedule.name}, {self.num_stages} stages of {numbers} layers"
 
     def __call__(self, **inputs: Any) -> Any:
         """The current stage's part of the model's call, or all stages' where none is running.
@@ -243,6 +264,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def pipeline_of(model: nn.Module) -> Pipeline | None:
     """The pipeline that a model is a part of."""
     return model.forward if isinstance(model.forward, Pipeline) else None
+
+
+def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable parameters of a rank without one that another stage has, too, and counts."""
+    pipeline = pipeline_of(model)
+    twice = None if pipeline is None else pipeline.counted_elsewhere
+    return [one for one in model.parameters() if one.requires_grad and one is not twice]
 
 
 def members_of(model: nn.Module) -> Iterator[nn.Module]:
