@@ -493,7 +493,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "fsdp_config.dp_shard_size": shards,
     **{
         f"accelerator.{axis}_size": shared_among(axis, *base)
-        for axis, base in (("tp", ()), ("cp", ()), ("ep", (EXPERTS,)), ("pp", IN_STAGES[1:]))
+        for axis, base in (("tp", ()), ("cp", ()), ("ep", (EXPERTS,)), ("pp", (LAYERS, *IN_STAGES[1:])))
     },
     "accelerator.pp_schedule": schedules,
     "accelerator.pp_stages_per_rank": stages,

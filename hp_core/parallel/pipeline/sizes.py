@@ -54,7 +54,7 @@ def stage_problems(config: AcceleratorConfig, model: Mapping[str, Any]) -> Itera
     if config.pp_size == 1 or not isinstance(layers, int):
         return
     if layers < num_stages(config):
-        message = f"{layers} layers can't be divided among {num_stages(config)} stages"
+        message = f"{num_stages(config)} stages need as many layers, and the model has {layers}"
         works = [size for size in range(1, layers + 1) if size * num_stages(config) // config.pp_size <= layers]
         yield Problem(message, path="accelerator.pp_size", hint=f"pp_size that would: {', '.join(map(str, works))}")
     elif config.pp_layers is not None and sum(config.pp_layers) != layers:

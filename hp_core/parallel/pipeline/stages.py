@@ -132,8 +132,8 @@ def split_layers(
     """
     num_layers = len(anatomy.stack(model))
     if num_layers < num_stages:
-        message = f"{num_layers} layers can't be divided among {num_stages} stages"
-        raise InputError(Problem(message, path=PATH, hint=f"use at most {num_layers} stages"))
+        message = f"{num_stages} stages need as many layers, and the model has {num_layers}"
+        raise InputError(Problem(message, path=PATH, hint=f"let pp_size x pp_stages_per_rank be at most {num_layers}"))
     if layers is None:
         return balanced(anatomy.costs(model), num_stages)
     if sum(layers) != num_layers:
