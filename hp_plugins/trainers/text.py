@@ -133,11 +133,12 @@ def _check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:
     if not isinstance(model, PreTrainedModel):
         return
     embeddings = model.get_input_embeddings()
-    if tokenizer.vocab_size > embeddings.num_embeddings:
+    # A stage of a pipeline may have none.
+    size = embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else model.config.vocab_size
+    if tokenizer.vocab_size > size:
         raise InputError(
             Problem(
-                f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model's vocabulary only "
-                f"{embeddings.num_embeddings}",
+                f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model's vocabulary only {size}",
                 path="model",
                 hint=f"set model.config.vocab_size to {tokenizer.vocab_size} or more",
             )
