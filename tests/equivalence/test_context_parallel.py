@@ -11,8 +11,8 @@ from tests.equivalence.layouts import Case, Found, Layout, assert_same, beyond, 
 
 FAMILIES = ("llama", "llama_tied", "qwen3", "qwen3_moe", "deepseek_v3")
 METHODS = ("all_gather", "ulysses", "ring")
-# Each head of keys for one, two or all of four query heads.
-KEY_HEADS = {4: "each its own", 2: "shared by two", 1: "one for all"}
+# Heads of queries and of keys. Of 12 and 6, each of four ranks has three and the keys of two, one of them in part.
+HEADS = ((4, 4), (4, 2), (4, 1), (12, 6))
 
 
 @cache
@@ -67,9 +67,11 @@ def test_windows_reach_over_the_ranks(window, layout, method):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", beyond(["cp2", "cp4", "cp2 tp2"], "cp4"))
-@pytest.mark.parametrize("num_heads", beyond(KEY_HEADS, 1))
-def test_key_heads_may_be_fewer_than_ranks(num_heads, layout, method):
-    case = Case(config={"num_key_value_heads": num_heads})
+@pytest.mark.parametrize("heads", beyond(HEADS, (4, 1)), ids=str)
+def test_key_heads_may_be_fewer_than_ranks(heads, layout, method):
+    num_heads, num_key_heads = heads
+    size = 8 * num_heads
+    case = Case(config={"hidden_size": size, "num_attention_heads": num_heads, "num_key_value_heads": num_key_heads})
     assert_same(found_on(case, by(method, layout)), found_on(case, Layout()))
 
 
