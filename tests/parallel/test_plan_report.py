@@ -114,3 +114,14 @@ def test_the_json_of_a_plan_holds_its_placements_and_edges():
     ]
     (done,) = mlp["edges"][1]["collectives"]
     assert done == {"name": "all_reduce", "direction": "forward", "bytes_per_token": 128}
+
+
+def test_a_pipeline_rank_holds_its_layers_and_its_end():
+    settings = Settings(AcceleratorConfig(pp_size=2))
+    plan = plan_model(skeleton(), ParallelSizes(pp=2), settings=settings)
+    assert [(one.pp_rank, one.first_layer, one.last_layer) for one in plan.stages] == [(0, 0, 0), (1, 1, 1)]
+    assert [plan.local_parameters(rank) for rank in range(2)] == [LAYER + 96 * 32, LAYER + 96 * 32 + 32]
+    assert "pp: stage 1 on rank 1: layers 1 to 1" in plan.explain().splitlines()
+    tied = plan_model(skeleton("llama_tied"), ParallelSizes(pp=2), settings=settings)
+    assert [tied.local_parameters(rank) for rank in range(2)] == [LAYER + 96 * 32, LAYER + 96 * 32 + 32]
+    assert list(tied.layout.by_rank) == [tied.local_parameters(rank) for rank in range(2)]

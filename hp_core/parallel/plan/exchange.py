@@ -127,10 +127,11 @@ def _of_units(model: nn.Module, layout: ModelLayout, experts: frozenset[str], se
     master = next(model.parameters()).itemsize
     gathered = _ITEMSIZE.get(kept or "", master)
     summed = _ITEMSIZE.get(reduced or ("float32" if kept else ""), master)
+    reshards = settings.fsdp.reshard_after_forward
     for (axis, unit), number in elements.items():
         if layout.axes[axis] > 1:
             yield Exchange(axis, unit, "all_gather", "forward", number * gathered, "pass")
-            if settings.fsdp.reshard_after_forward and unit:
+            if unit and (layout.sizes.pp == 1 if reshards is None else reshards):
                 yield Exchange(axis, unit, "all_gather", "backward", number * gathered, "pass")
             yield Exchange(axis, unit, "reduce_scatter", "backward", number * summed, "pass")
         if layout.sizes.dp_replicate > 1:

@@ -32,12 +32,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Where a parameter lies: its cuts, the first of which is made first, and the pipeline rank that has it."""
+    """Where a parameter lies: its cuts, the first of which is made first, and the pipeline ranks that have it."""
 
     fqn: str
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
-    pp_rank: int = 0
+    pp_ranks: tuple[int, ...] = (0,)
 
     @property
     def numel(self) -> int:
@@ -45,7 +45,7 @@ class ParameterLayout:
         return prod(self.shape)
 
     def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of what a rank holds, if its pipeline rank has the parameter at all."""
+        """The shape of what a rank holds, if it is a pipeline rank that has the parameter."""
         shape = list(self.shape)
         for cut in self.cuts:
             shape[cut.dim] = cut.length(shape[cut.dim], coordinates[cut.axis])
@@ -53,7 +53,7 @@ class ParameterLayout:
 
     def local_numel(self, coordinates: Mapping[str, int]) -> int:
         """The elements that a rank holds."""
-        return prod(self.local_shape(coordinates)) if coordinates["pp"] == self.pp_rank else 0
+        return prod(self.local_shape(coordinates)) if coordinates["pp"] in self.pp_ranks else 0
 
     def numel_before(self, axis: str, coordinates: Mapping[str, int]) -> int:
         """The elements that the ranks of an axis hold together, whatever they are cut by before."""
@@ -110,12 +110,13 @@ class ModelLayout:
         }
         for one in self.parameters:
             last = one.cuts[-1] if one.cuts else None
-            first = self.first_coordinates | {"pp": one.pp_rank}
-            if last is None or last.axis not in ("fsdp", "efsdp"):
-                even[one.pp_rank] += one.local_numel(first)
-                continue
-            for coordinate in range(axes[last.axis]):
-                varying[one.pp_rank, last.axis][coordinate] += one.local_numel(first | {last.axis: coordinate})
+            for pp_rank in one.pp_ranks:
+                first = self.first_coordinates | {"pp": pp_rank}
+                if last is None or last.axis not in ("fsdp", "efsdp"):
+                    even[pp_rank] += one.local_numel(first)
+                    continue
+                for coordinate in range(axes[last.axis]):
+                    varying[pp_rank, last.axis][coordinate] += one.local_numel(first | {last.axis: coordinate})
         places = (coordinates_of(rank, self.sizes) for rank in range(self.sizes.world))
         return tuple(
             even[at["pp"]] + varying[at["pp"], "fsdp"][at["fsdp"]] + varying[at["pp"], "efsdp"][at["efsdp"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -26,6 +26,7 @@ from hp_core.parallel.plan.layout import (
     fsdp_cuts,
     unsharable_experts,
 )
+from hp_core.parallel.plan.stages import StagePlan, plan_stages
 from hp_core.parallel.sizes import ParallelSizes
 
 
@@ -34,7 +35,7 @@ class ModelPlan:
     """How a model lies on the ranks of these sizes, and what they exchange. Data alone: nothing is applied yet.
 
     `tensors` is what tensor ranks share, None where there is one; `experts` are the modules whose experts are spread,
-    and `exchanges` what ranks of the other axes send each other.
+    `exchanges` what ranks of the other axes send each other, and `stages` those of a pipeline.
     """
 
     sizes: ParallelSizes
@@ -42,6 +43,7 @@ class ModelPlan:
     tensors: ShardingPlan | None = None
     experts: tuple[str, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
+    stages: tuple[StagePlan, ...] = ()
 
     @property
     def total_parameters(self) -> int:
@@ -65,6 +67,11 @@ class ModelPlan:
         lines = [] if fqn is not None else [self.summary()]
         if self.tensors is not None and (fqn is None or not exchanges or self.tensors.has(fqn)):
             lines.append(self.tensors.explain(fqn))
+        if fqn is None:
+            lines += [
+                f"pp: stage {index} on rank {one.pp_rank}: layers {one.first_layer} to {one.last_layer}"
+                for index, one in enumerate(self.stages)
+            ]
         lines += exchange_lines(exchanges)
         if not lines:
             raise KeyError(f"no boundary {fqn!r}")
@@ -78,9 +85,15 @@ class ModelPlan:
             "total_parameters": self.total_parameters,
             "local_parameters": list(_runs(self.layout.by_rank)),
             "parameters": [
-                {"name": one.fqn, "shape": list(one.shape), "pp_rank": one.pp_rank, "placements": one.placements}
+                {
+                    "name": one.fqn,
+                    "shape": list(one.shape),
+                    "pp_ranks": list(one.pp_ranks),
+                    "placements": one.placements,
+                }
                 for one in self.layout.parameters
             ],
+            "stages": [asdict(one) for one in self.stages],
             "boundaries": [_boundary(one) for one in boundaries],
             "exchanges": [asdict(one) for one in self.exchanges],
         }
@@ -104,6 +117,7 @@ def plan_model(
     Raises:
         InputError: heads, widths or experts can't be shared by so many ranks, or the recipe's contracts don't fit.
     """
+    settings = settings or Settings()
     contracts = contracts_of(model, overrides, sizes)
     tensors = derive_plan(model, sizes.tp, contracts) if sizes.tp > 1 else None
     experts = experts_of(model, sizes.ep) if sizes.ep > 1 else {}
@@ -111,9 +125,13 @@ def plan_model(
     if experts and not spread:
         message = "every module of experts is kept whole, and so has no effect"
         raise InputError(Problem(message, path="accelerator.ep_size", hint="remove it, or leave some to be spread"))
-    layout = ModelLayout(sizes, tuple(_layouts(model, sizes, tensors, spread)))
-    exchanges = tuple(exchanges_of(model, layout, spread, settings or Settings()))
-    return ModelPlan(sizes, layout, tensors, spread, exchanges)
+    stages = plan_stages(model, sizes, settings.accelerator) if sizes.pp > 1 else None
+    layouts = _layouts(model, sizes, tensors, spread)
+    if stages is not None:
+        layouts = (replace(one, pp_ranks=stages.ranks_of(one.fqn)) for one in layouts)
+    layout = ModelLayout(sizes, tuple(layouts))
+    exchanges = tuple(exchanges_of(model, layout, spread, settings))
+    return ModelPlan(sizes, layout, tensors, spread, exchanges, () if stages is None else stages.stages)
 
 
 def _layouts(
