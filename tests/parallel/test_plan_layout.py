@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hp_core.config.models import AcceleratorConfig, FsdpConfig
 from hp_core.errors import InputError
 from hp_core.parallel.fsdp import shard_model
+from hp_core.parallel.plan.exchange import Settings
 from hp_core.parallel.plan.layout import Cut, ParameterLayout, axis_sizes, coordinates_of
 from hp_core.parallel.plan.model_plan import plan_model
 from hp_core.parallel.sizes import ParallelSizes
@@ -29,6 +30,7 @@ LAYOUTS = {
     "cp2_fsdp2": (4, {"cp_size": 2}, {}),
     "ep2_efsdp2": (4, {"ep_size": 2}, {}),
     "ep4": (4, {"ep_size": 4}, {}),
+    "pp2_fsdp2": (4, {"pp_size": 2}, {}),
     "ep2_cp2_hsdp": (4, {"ep_size": 2, "cp_size": 2}, {"dp_replicate_size": 2}),
 }
 
@@ -53,9 +55,10 @@ def held(environment, family, accelerator, fsdp):
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             found[name] = tuple(parameter._local_tensor.shape)
-        plan = plan_model(skeleton(family), setup.sizes)
+        plan = plan_model(skeleton(family), setup.sizes, settings=Settings(setup.accelerator))
         coordinates = coordinates_of(setup.rank, setup.sizes)
-        planned = {one.fqn: one.local_shape(coordinates) for one in plan.layout.parameters}
+        own = [one for one in plan.layout.parameters if coordinates["pp"] in one.pp_ranks]
+        planned = {one.fqn: one.local_shape(coordinates) for one in own}
         return found, planned, plan.local_parameters(setup.rank)
 
 
@@ -71,7 +74,9 @@ def held(environment, family, accelerator, fsdp):
         ("qwen3_moe", "tp2_fsdp2"),
         ("qwen3_moe", "ep2_efsdp2"),
         ("llama_uneven", "tp2_fsdp2"),
+        ("llama_tied", "pp2_fsdp2"),
     ),
+    ids="-".join,
 )
 def test_every_rank_holds_what_the_plan_says(case):
     family, layout = case
