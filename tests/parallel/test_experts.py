@@ -211,7 +211,11 @@ ON_TENSORS = "{ep_size: 4, tp_size: 2}"
 
 @pytest.mark.parametrize(
     "run",
-    [*((name, "ep_size=2") for name in RUNS), *beyond(((name, ON_TENSORS) for name in RUNS), ("muon", ON_TENSORS))],
+    [
+        *((name, "ep_size=2") for name in RUNS),
+        # Without those that make much of how sums round.
+        *beyond(((name, ON_TENSORS) for name in ("adamw", "routers", "replaced")), ("routers", ON_TENSORS)),
+    ],
 )
 def test_whole_runs_are_those_of_one_process(tmp_path: Path, run: tuple[str, str]) -> None:
     name, sizes = run

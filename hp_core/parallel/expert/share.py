@@ -32,4 +32,5 @@ class TokenShare:
         """(tokens, ...) of all ranks' parts; a part has the gradient of its own tokens."""
         most = -(-self.num_tokens // self.group.size())
         filled_up = F.pad(part, (*(0, 0) * (part.ndim - 1), 0, most - len(part)))
-        return cross(filled_up, _OUT, self.group, self.num_tokens)
+        # What FSDP hooks must be no view: whoever adds to it in place would drop the hook.
+        return cross(filled_up, _OUT, self.group, self.num_tokens).clone()
