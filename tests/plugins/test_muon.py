@@ -119,6 +119,7 @@ LAYOUTS = {
     "uneven shards of shards": (4, {**QWEN3, "intermediate_size": 50}, {"tp_size": 2}, {}),
     "ep 2": (2, MOE, {"ep_size": 2}, {}),
     "fsdp 4, ep 2": (4, MOE, {"ep_size": 2}, {}),
+    "fsdp 2 x tp 2, ep 2": (4, MOE, {"tp_size": 2, "ep_size": 2}, {}),
     "experts shared by size": (4, SIX, {"ep_size": 2}, {}),
 }
 
