@@ -121,8 +121,14 @@ class AcceleratorConfig(Section):
     pp_layers: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
         None, description="Layers of each stage; null divides them so that the slowest stage is as fast as can be."
     )
-
-    LATER: ClassVar[tuple[str, ...]] = ("sequence_parallel", "loss_parallel")
+    sequence_parallel: bool = Field(
+        False,
+        description="Share the sequences among the tensor ranks, too, where no matrix is shared: norms, residuals.",
+    )
+    loss_parallel: bool = Field(
+        False,
+        description="Compute the loss on each tensor rank's part of the vocabulary, so that no rank has all logits.",
+    )
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:

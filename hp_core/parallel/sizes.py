@@ -89,6 +89,7 @@ def check_sizes(config: TrainerConfig, world_size: int) -> None:
 
 
 def _problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
+    yield from _tensor_problems(config.accelerator)
     try:
         num_data_ranks = _num_data_ranks(config.accelerator, world_size)
     except InputError as error:
@@ -144,6 +145,17 @@ def _prefetch_problems(config: TrainerConfig, num_data_ranks: int) -> Iterator[P
         if value != default:
             message = "each rank holds all of the parameters that it computes with, so none are gathered"
             yield Problem(message, path=f"fsdp_config.{key}", hint=f"remove '{key}', or start more data ranks")
+
+
+def _tensor_problems(accelerator: AcceleratorConfig) -> Iterator[Problem]:
+    if accelerator.tp_size > 1:
+        return
+    flags = {"sequence_parallel": accelerator.sequence_parallel, "loss_parallel": accelerator.loss_parallel}
+    for key in (key for key, is_set in flags.items() if is_set):
+        message = "there is one tensor rank, which has nothing to share"
+        yield Problem(
+            message, path=f"accelerator.{key}", hint=f"set accelerator.tp_size to 2 or more, or remove '{key}'"
+        )
 
 
 def _num_data_ranks(config: AcceleratorConfig, world_size: int) -> int:

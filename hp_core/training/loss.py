@@ -106,6 +106,16 @@ class HasStepTerms(Protocol):
 
 
 @runtime_checkable
+class ComputesOnShards(Protocol):
+    """A loss that knows how to ask for, and read, the logits of a rank's part of the vocabulary."""
+
+    @property
+    def on_vocabulary_shards(self) -> bool:
+        """Whether it does."""
+        ...
+
+
+@runtime_checkable
 class PreparesModelInputs(Protocol):
     """A loss that changes what the model is called with, every micro-batch."""
 

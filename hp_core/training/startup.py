@@ -18,7 +18,7 @@ from hp_core.errors import HpError, InputError, Problem
 from hp_core.training.built import as_module, require_loss_call, require_without_parameters
 from hp_core.training.columns import require_columns
 from hp_core.training.evaluation import require_validation
-from hp_core.training.loss import LossContract, contract_of
+from hp_core.training.loss import ComputesOnShards, LossContract, contract_of
 from hp_core.training.run import Run
 
 
@@ -52,6 +52,11 @@ def checked_loss(built: Any, run: Run) -> tuple[nn.Module, LossContract]:
     if contract.reduction == "sample" and run.setup.sizes.cp > 1:
         message = f"{type(loss_fn).__name__} gives a value for each row, and context parallelism cuts rows"
         raise InputError(Problem(message, path="loss_fn", hint="write accelerator.cp_size: 1"))
+    on_shards = isinstance(loss_fn, ComputesOnShards) and loss_fn.on_vocabulary_shards
+    if run.setup.accelerator.loss_parallel and not on_shards:
+        message = f"{type(loss_fn).__name__} needs the logits of the whole vocabulary, and loss parallelism cuts them"
+        hint = "remove accelerator.loss_parallel, or write loss_fn: causal_lm or chunked_causal_lm"
+        raise InputError(Problem(message, path="loss_fn", hint=hint))
     require_loss_call(loss_fn, contract.columns)
     require_without_parameters(loss_fn)
     return loss_fn, contract

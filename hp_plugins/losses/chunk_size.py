@@ -40,14 +40,22 @@ class Chunks:
             message = f"a budget chooses the chunk size, which is {self.size} already"
             raise ArgumentError("memory_budget_mib", message, "leave it out, or set loss_fn.chunk_size=auto")
 
-    def num_tokens(self, weight: torch.Tensor, transform: LogitTransform, num_buffers: int = 1) -> int:
+    def num_tokens(
+        self, weight: torch.Tensor, transform: LogitTransform, num_buffers: int = 1, num_classes: int | None = None
+    ) -> int:
         """The tokens of a chunk; arguments and errors are those of `fitting_chunk`."""
         if self.size != "auto":
             return self.size
-        return fitting_chunk(weight, transform, self.budget_mib or DEFAULT_BUDGET_MIB, num_buffers)
+        return fitting_chunk(weight, transform, self.budget_mib or DEFAULT_BUDGET_MIB, num_buffers, num_classes)
 
 
-def fitting_chunk(weight: torch.Tensor, transform: LogitTransform, budget_mib: int, num_buffers: int = 1) -> int:
+def fitting_chunk(
+    weight: torch.Tensor,
+    transform: LogitTransform,
+    budget_mib: int,
+    num_buffers: int = 1,
+    num_classes: int | None = None,
+) -> int:
     """How many tokens fit the budget with their logits, with a soft cap its slope, and off the CPU a copy for products.
 
     Args:
@@ -55,6 +63,7 @@ def fitting_chunk(weight: torch.Tensor, transform: LogitTransform, budget_mib: i
         transform: what the model does to the head's output.
         budget_mib: MiB for the buffers of a chunk.
         num_buffers: how many of the logits' size the objective needs, the logits themselves included.
+        num_classes: how many of the classes are computed at once; all if left out.
 
     Raises:
         InputError: not even one token's do.
@@ -63,7 +72,7 @@ def fitting_chunk(weight: torch.Tensor, transform: LogitTransform, budget_mib: i
     bytes_per_value *= num_buffers + (transform.softcap is not None)
     if weight.device.type != "cpu":
         bytes_per_value += 2
-    row = bytes_per_value * len(weight)
+    row = bytes_per_value * (len(weight) if num_classes is None else num_classes)
     if row > budget_mib * MIB:
         needed = -(-row // MIB)
         message = f"the logits of one token take {needed} MiB, more than the budget of {budget_mib}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from hp_core.errors import RunError
+from hp_core.parallel.tensor.vocabulary import is_loss_parallel
 from hp_core.training.loss import IGNORE_INDEX
 from hp_plugins.losses.chunk_size import Chunks, ChunkSize, MemoryBudget
 from hp_plugins.losses.chunked import ChunkedHeadLoss
@@ -29,6 +30,7 @@ class ChunkedCausalLMLoss(TokenLoss):
     """
 
     withholds_logits = True
+    on_vocabulary_shards = True
 
     def __init__(
         self,
@@ -61,8 +63,11 @@ class ChunkedCausalLMLoss(TokenLoss):
             return
         head = LossHead.of(model)
         transform = measure_transform(model, head)
-        loss = ChunkedHeadLoss(self._objective, transform, self._chunks.num_tokens(head.head.weight, transform))
-        self._bound, self._pending = _Bound(head, loss), None
+        weight, shard = head.head.weight, head.shard if is_loss_parallel(distributed_setup) else None
+        num_classes = len(weight) if shard is None else shard.longest
+        chunk_size = self._chunks.num_tokens(weight, transform, num_classes=num_classes)
+        loss = ChunkedHeadLoss(replace(self._objective, vocabulary=shard), transform, chunk_size)
+        self._bound, self._pending = _Bound(head, loss, shard is not None), None
 
     def prepare_model_inputs(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
         """Hand the labels to the head instead of the model, for the model's next call."""
@@ -75,7 +80,7 @@ class ChunkedCausalLMLoss(TokenLoss):
 
         columns = {name: loss_inputs[name] for name in self.columns}
         self._pending = HeadCall(self._supervision, loss_inputs["labels"], columns, compute)
-        bound.head.ask(self._pending.answer)
+        bound.head.ask(self._pending.answer, on_shards=bound.on_shards)
         return super().prepare_model_inputs(model_inputs, loss_inputs)
 
     def forward(self, *, model_output: Any, labels: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
@@ -106,3 +111,4 @@ class _Bound:
 
     head: LossHead
     loss: ChunkedHeadLoss
+    on_shards: bool

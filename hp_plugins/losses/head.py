@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hp_core.errors import InputError, Problem, RunError
+from hp_core.parallel.tensor.vocabulary import VocabularyHead, VocabularyShard
 from hp_core.training.evaluation import evaluating
 from hp_plugins.losses.logits import LogitTransform, probe_outputs
 
@@ -32,6 +33,7 @@ class HasOutputEmbeddings(Protocol):
 @dataclass
 class _Question:
     answer: Answer
+    on_shards: bool
     is_answered: bool = False
 
 
@@ -41,9 +43,15 @@ class LossHead:
     What it computes, it computes within the head's own call, so that FSDP2 gathers and frees the weight as ever.
     """
 
-    def __init__(self, head: nn.Linear) -> None:
+    def __init__(self, head: nn.Linear, shared: VocabularyHead | None = None) -> None:
         self.head = head
+        self._shared = shared
         self._question: _Question | None = None
+
+    @property
+    def shard(self) -> VocabularyShard | None:
+        """This rank's part of the vocabulary, where tensor ranks share it."""
+        return None if self._shared is None else self._shared.shard
 
     @classmethod
     def of(cls, model: nn.Module) -> LossHead:
@@ -59,18 +67,24 @@ class LossHead:
             return head.forward
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             raise _refused(f"the head of {_name(model)} is a {_name(head)}, not a plain torch.nn.Linear")
-        if "forward" in vars(head):
+        shared = head.forward if isinstance(head.forward, VocabularyHead) else None
+        if shared is None and "forward" in vars(head):
             raise _refused(f"the forward of the head of {_name(model)} is replaced by {head.forward!r}")
         if "weight" not in dict(head.named_parameters(recurse=False)):
             raise _refused(f"the weight of the head of {_name(model)} is computed from other parameters")
-        found = cls(head)
+        found = cls(head, shared)
         head.forward = found
         model.register_forward_hook(found._forget, always_call=True)
         return found
 
-    def ask(self, answer: Answer) -> None:
-        """Have the next call of the model end in this answer instead of logits."""
-        self._question = _Question(answer)
+    def ask(self, answer: Answer, *, on_shards: bool = False) -> None:
+        """Have the next call of the model end in this answer instead of logits.
+
+        Args:
+            answer: is given the head, with its whole weights.
+            on_shards: give it the head with this rank's part of the weights instead, where tensor ranks share them.
+        """
+        self._question = _Question(answer, on_shards)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """The logits, or the answer to what was asked.
@@ -80,11 +94,13 @@ class LossHead:
         """
         question = self._question
         if question is None:
-            return nn.Linear.forward(self.head, input)
+            return nn.Linear.forward(self.head, input) if self._shared is None else self._shared(input)
         if question.is_answered:
             raise RunError(f"loss_fn: the model calls its head more than once in a forward pass; {_DENSE}")
         question.is_answered = True
-        return question.answer(input, self.head)
+        if self._shared is None:
+            return question.answer(input, self.head)
+        return self._shared.answered(input, question.answer, on_shards=question.on_shards)
 
     def _forget(self, *args: Any) -> None:
         # Also after a failed call: what comes next may be the sampling of text.

@@ -36,7 +36,7 @@ class HeadCall:
                 f"loss_fn: the head is called for {tuple(hidden.shape[:-1])} tokens, the labels are for "
                 f"{tuple(self.labels.shape)}; logits_to_keep must keep them all"
             )
-        targets = self.supervision.targets(self.labels, self.columns, len(head.weight))
+        targets = self.supervision.targets(self.labels, self.columns, head.out_features)
         carrier, self.sums = self.compute(hidden.flatten(0, -2), head, targets)
         return carrier
 

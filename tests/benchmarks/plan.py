@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from hp_core.config.models import AcceleratorConfig, FsdpConfig
 from hp_core.parallel.fsdp import shard_model
+from hp_core.parallel.plan.derive import derive_plan
 from hp_core.parallel.plan.model_plan import plan_model
 from hp_core.parallel.sizes import ParallelSizes
-from hp_core.parallel.tensor.apply import share_tensors
+from hp_core.parallel.tensor.apply import apply_plan
 from hp_core.parallel.tiny import fake_setup
 from tests.benchmarks.replacement import skeleton as qwen3_235b
 
@@ -91,7 +92,7 @@ def _applied() -> dict[str, Any]:
         model = qwen3_30b()
         planned = plan_model(model, setup.sizes).local_parameters(0)
         started = time.perf_counter()
-        share_tensors(model, setup)
+        apply_plan(model, derive_plan(model, setup.sizes.tp), setup.mesh["tp"])
         shard_model(model, setup)
         seconds = time.perf_counter() - started
         held = sum(parameter._local_tensor.numel() for parameter in model.parameters())  # type: ignore[attr-defined]

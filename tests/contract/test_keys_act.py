@@ -205,6 +205,23 @@ def layers_of_stages(bench: Bench) -> bool:
     return [one["num_layers"] for one in manifest(outcome.directory)["stages"]] == [5, 1]
 
 
+def halves(key: str, module: str, dim: int) -> Callable[[Bench], bool]:
+    """Of what a module gives, each of two tensor ranks has a half; the losses are the same."""
+
+    def check(bench: Bench) -> bool:
+        (bench.tmp_path / "look.py").write_text(
+            "from hp_core import hookimpl\n\n\n@hookimpl\ndef on_train_start(run):\n"
+            f"    run.model.get_submodule({module!r}).register_forward_hook(\n"
+            f"        lambda module, args, found: run.record(size=found.shape[{dim}])\n    )\n"
+        )
+        base = ("--plugins=[./look.py]", "--accelerator.tp_size=2")
+        whole, half = (bench.run(*base, *more, nproc=2) for more in ((), (f"--accelerator.{key}=true",)))
+        same = half.losses() == pytest.approx(whole.losses(), abs=1e-5)
+        return same and manifest(whole.directory)["size"] == 2 * manifest(half.directory)["size"]
+
+    return check
+
+
 def shards(bench: Bench) -> bool:
     outcome = bench.run("--fsdp_config={dp_shard_size: 1, dp_replicate_size: 2}", nproc=2)
     return manifest(outcome.directory)["world"]["dp_shard"] == 1
@@ -500,6 +517,8 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "accelerator.pp_layers": layers_of_stages,
     "accelerator.cp_layout": ways_to_share_sequences("cp_layout=contiguous"),
     "accelerator.cp_method": ways_to_share_sequences("cp_method=ulysses", "cp_method=ring"),
+    "accelerator.sequence_parallel": halves("sequence_parallel", "model.layers.0.input_layernorm", 1),
+    "accelerator.loss_parallel": halves("loss_parallel", "lm_head", -1),
     "fsdp_config.dp_replicate_size": replicas,
     "fsdp_config.reshard_after_forward": resharding,
     "fsdp_config.forward_prefetch": gathered_ahead("forward", 1),

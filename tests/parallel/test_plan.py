@@ -84,9 +84,14 @@ def test_the_bias_of_a_row_projection_is_whole():
 
 
 def test_bytes_are_those_of_the_hidden_state_at_each_edge():
-    """Two layers of two regions, each with an all-reduce of 32 floats in either direction."""
-    assert derive_plan(skeleton(), 2).bytes_per_token == 2 * 2 * 2 * 32 * 4
-    assert derive_plan(skeleton().to(torch.bfloat16), 2).bytes_per_token == 2 * 2 * 2 * 32 * 2
+    """Two layers of two regions, each with an all-reduce of 32 floats in either direction; both ends, and 96 logits."""
+    layers, ends = 2 * 2 * 2 * 32, 2 * 32
+    assert derive_plan(skeleton(), 2).bytes_per_token == (layers + ends + 96) * 4
+    assert derive_plan(skeleton().to(torch.bfloat16), 2).bytes_per_token == (layers + ends + 96) * 2
+    assert derive_plan(skeleton(), 2, loss_parallel=True).bytes_per_token == (layers + ends) * 4
+    # Instead of an all-reduce, a gathering in one pass and a scattering of sums in the other, in either direction.
+    on_sequences = derive_plan(skeleton(), 2, sequence_parallel=True)
+    assert on_sequences.bytes_per_token == (2 * layers + ends + 96 + 2 * 32) * 4
 
 
 def test_everything_that_does_not_divide_comes_at_once_with_what_would():
@@ -142,7 +147,7 @@ def test_an_attention_with_fused_projections_stays_whole_and_says_so():
 def test_explain_prints_layers_that_are_planned_alike_once():
     plan = derive_plan(skeleton("qwen3"), 2)
     text = plan.explain()
-    assert text.startswith("tensor parallelism over 2 ranks: 1,024 bytes a token in collectives\n")
+    assert text.startswith("tensor parallelism over 2 ranks: 1,664 bytes a token in collectives\n")
     assert text.count("Qwen3Attention") == 1
     assert (
         "model.layers.*.mlp, 2 times (Qwen3MLP): mlp\n"
@@ -193,3 +198,129 @@ def test_the_configuration_refuses_nothing_that_the_model_would_not(family, tp_s
     with pytest.raises(InputError) as caught:
         derive_plan(skeleton(family), tp_size)
     assert {one.message for one in problems} <= {one.message for one in caught.value.problems}
+
+
+def edges(plan, fqn):
+    (boundary,) = [one for one in plan.boundaries if one.fqn == fqn]
+    inputs = [f"{one.name}: {one.src} -> {one.dst}" for one in boundary.inputs]
+    return inputs, None if boundary.output is None else f"{boundary.output.src} -> {boundary.output.dst}"
+
+
+def test_embedding_and_head_are_cut_by_vocabulary():
+    plan = derive_plan(skeleton(vocab_size=97), 2)
+    assert placements(plan, "model.embed_tokens") == {"weight": ("shard(0)", False)}
+    assert placements(plan, "lm_head") == {"weight": ("shard(0)", False)}
+    assert edges(plan, "model.embed_tokens") == ([], "partial -> replicate")
+    assert edges(plan, "lm_head") == (["input: replicate -> replicate"], "shard(-1) -> replicate")
+    assert edges(derive_plan(skeleton(), 2, loss_parallel=True), "lm_head")[1] == "shard(-1) -> shard(-1)"
+
+
+def test_tied_weights_are_cut_once():
+    plan = derive_plan(skeleton("llama_tied"), 2)
+    assert placements(plan, "model.embed_tokens") == {"weight": ("shard(0)", False)}
+    assert placements(plan, "lm_head") == {}
+    assert edges(plan, "lm_head")[1] == "shard(-1) -> replicate"
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+@pytest.mark.parametrize(("family", "head"), [("llama", ""), ("llama_tied", "its weight is that of an embedding that")])
+def test_an_embedding_that_is_not_plain_stays_whole_and_says_so(family, head):
+    model = skeleton(family)
+    model.model.embed_tokens.__class__ = ScaledEmbedding
+    plan = derive_plan(model, 2)
+    notes = {one.fqn: (one.kind, one.note) for one in plan.boundaries}
+    assert notes["model.embed_tokens"] == ("replicated", "it is no plain torch.nn.Embedding")
+    assert notes["lm_head"][0] == ("replicated" if head else "head")
+    assert notes["lm_head"][1].startswith(head)
+    assert "replicated: it is no plain torch.nn.Embedding" in plan.explain("model.embed_tokens")
+
+
+def test_a_vocabulary_that_leaves_a_rank_without_tokens_stays_whole():
+    plan = derive_plan(skeleton(vocab_size=5, num_attention_heads=4, num_key_value_heads=4), 4)
+    notes = {one.fqn: one.note for one in plan.boundaries}
+    assert notes["lm_head"] == notes["model.embed_tokens"] == "its 5 rows leave a rank without any"
+
+
+def test_loss_parallelism_needs_a_head_that_can_be_cut():
+    model = skeleton("llama_tied")
+    model.model.embed_tokens.__class__ = ScaledEmbedding
+    with pytest.raises(InputError) as caught:
+        derive_plan(model, 2, loss_parallel=True)
+    (problem,) = caught.value.problems
+    assert problem.path == "accelerator.loss_parallel"
+    assert problem.message.startswith("the head of LlamaForCausalLM can't be cut by vocabulary: its weight is that of")
+
+
+def test_sequences_are_cut_from_the_first_layer_to_the_last_norm():
+    plan = derive_plan(skeleton("qwen3"), 2, sequence_parallel=True)
+    whole, part = "replicate", "shard(1)"
+    assert edges(plan, "model.embed_tokens") == ([], "partial -> replicate")
+    assert edges(plan, "model.layers.0") == ([f"hidden_states: {whole} -> {part}"], None)
+    assert "model.layers.1" not in {one.fqn for one in plan.boundaries}
+    for fqn in ("model.layers.1.input_layernorm", "model.layers.0.post_attention_layernorm"):
+        assert edges(plan, fqn) == ([f"hidden_states: {part} -> {part}"], None)
+        assert placements(plan, fqn) == {"weight": ("replicate", True)}
+    assert edges(plan, "model.layers.1.self_attn") == ([f"hidden_states: {part} -> {whole}"], f"partial -> {part}")
+    assert edges(plan, "model.layers.1.mlp") == ([f"x: {part} -> {whole}"], f"partial -> {part}")
+    assert edges(plan, "model.norm") == ([f"hidden_states: {part} -> {part}"], f"{part} -> {whole}")
+    assert placements(plan, "model.norm") == {"weight": ("replicate", True)}
+
+
+def test_mixtures_see_whole_sequences():
+    plan = derive_plan(skeleton("deepseek_v3"), 2, sequence_parallel=True)
+    assert edges(plan, "model.layers.1.mlp") == (["hidden_states: shard(1) -> replicate"], "replicate -> shard(1)")
+    assert edges(plan, "model.layers.1.mlp.shared_experts") == (["x: replicate -> replicate"], "partial -> replicate")
+    assert placements(plan, "model.layers.1.mlp.gate") == {"weight": ("replicate", False)}
+    assert [str(one) for one in next(b for b in plan.boundaries if b.fqn == "model.layers.1.mlp").edges] == [
+        "hidden_states: shard(1) -> replicate: all_gather in forward, 128 bytes a token",
+        "replicate -> shard(1): all_gather in backward, 128 bytes a token",
+    ]
+
+
+def test_the_bias_behind_a_region_is_added_to_parts():
+    plan = derive_plan(skeleton(attention_bias=True), 2, sequence_parallel=True)
+    assert placements(plan, "model.layers.0.self_attn")["o_proj.bias"] == ("replicate", True)
+    assert placements(plan, "model.layers.0.self_attn")["q_proj.bias"] == ("shard(0)", False)
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3_moe", "deepseek_v3", "gemma2"])
+def test_cutting_sequences_loses_no_parameter(family):
+    model = skeleton(family)
+    plan = derive_plan(model, 2, sequence_parallel=True)
+    named = [f"{one.fqn}.{parameter.name}" for one in plan.boundaries for parameter in one.parameters]
+    assert sorted(named) == sorted(name for name, _ in model.named_parameters())
+
+
+def own_parameter(model):
+    model.model.layers[1].scale = nn.Parameter(torch.empty(1, device="meta"))
+
+
+def own_dropout(model):
+    model.model.layers[1].dropout = 0.1
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("qwen3_vl", None, "Qwen3VLForConditionalGeneration puts more than text into its sequences"),
+        ("llama", own_parameter, "model.layers.1: LlamaDecoderLayer computes with its own 'scale'"),
+        (
+            "llama",
+            own_dropout,
+            "model.layers.1: LlamaDecoderLayer drops in its own forward, where all ranks draw alike",
+        ),
+    ],
+)
+def test_models_whose_sequences_can_not_be_cut_are_refused(family, change, message):
+    model = skeleton(family)
+    if change is not None:
+        change(model)
+    with pytest.raises(InputError) as caught:
+        derive_plan(model, 2, sequence_parallel=True)
+    assert [str(one) for one in caught.value.problems] == [
+        f"accelerator.sequence_parallel: {message}; remove 'sequence_parallel'"
+    ]

@@ -12,11 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hp_core.config.models import AcceleratorConfig, FsdpConfig
 from hp_core.errors import InputError
 from hp_core.parallel.fsdp import shard_model
+from hp_core.parallel.plan.derive import derive_plan
 from hp_core.parallel.plan.exchange import Settings
 from hp_core.parallel.plan.layout import Cut, ParameterLayout, axis_sizes, coordinates_of
 from hp_core.parallel.plan.model_plan import plan_model
 from hp_core.parallel.sizes import ParallelSizes
-from hp_core.parallel.tensor.apply import share_tensors
+from hp_core.parallel.tensor.apply import apply_plan
 from hp_core.parallel.tiny import fake_setup
 from hp_core.testing.ranks import run_ranks
 from tests.equivalence.layouts import beyond
@@ -136,7 +137,7 @@ def test_a_model_sharded_for_512_ranks_is_as_planned(accelerator, rank):
         model = skeleton("large_moe")
         plan = plan_model(model, setup.sizes)
         if setup.sizes.tp > 1:
-            share_tensors(model, setup)
+            apply_plan(model, derive_plan(model, setup.sizes.tp), setup.mesh["tp"])
         shard_model(model, setup)
         held = {name: tuple(one._local_tensor.shape) for name, one in model.named_parameters()}
     coordinates = coordinates_of(rank, setup.sizes)

@@ -32,9 +32,10 @@ def test_initial_weights_are_those_of_one_process_to_the_last_bit(family):
     assert run_ranks(digests_on_ranks, 4, FAMILIES[family]) == [alone] * 4
 
 
-def test_shards_of_shards_that_do_not_divide_are_in_place_too():
-    """Of 2 x 25 features FSDP gives one rank 13 and one 12."""
-    config = {**LLAMA, "intermediate_size": 50}
+@pytest.mark.parametrize("changes", [{"intermediate_size": 50}, {"vocab_size": 97, "tie_word_embeddings": True}])
+def test_shards_of_shards_that_do_not_divide_are_in_place_too(changes):
+    """Of 2 x 25 features FSDP gives one rank 13 and one 12; of 97 tokens the second tensor rank has 48."""
+    config = {**LLAMA, **changes}
     with a_setup() as setup:
         alone = digests(build(setup, config))
     assert run_ranks(digests_on_ranks, 4, config) == [alone] * 4
@@ -43,7 +44,7 @@ def test_shards_of_shards_that_do_not_divide_are_in_place_too():
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3_moe", "deepseek_v3"])
 def test_the_weights_of_a_directory_are_loaded_to_the_last_bit(tmp_path, family):
     with a_setup() as setup:
-        model = build(setup, FAMILIES[family])
+        model = build(setup, {**FAMILIES[family], "vocab_size": 97})
         alone = digests(model)
         export_model(model, tmp_path)
     for num_ranks in (2, 4):
@@ -73,9 +74,10 @@ def export_on_ranks(environment, config, directory):
 
 
 def test_export_writes_whole_weights(tmp_path):
-    run_ranks(export_on_ranks, 2, LLAMA, str(tmp_path / "two"))
+    config = {**LLAMA, "vocab_size": 97}
+    run_ranks(export_on_ranks, 2, config, str(tmp_path / "two"))
     with a_setup() as setup:
-        export_model(build(setup, LLAMA), tmp_path / "one")
+        export_model(build(setup, config), tmp_path / "one")
     assert (tmp_path / "two" / "model.safetensors").read_bytes() == (
         tmp_path / "one" / "model.safetensors"
     ).read_bytes()
@@ -107,7 +109,7 @@ def test_a_rank_holds_its_own_heads_alone():
             "q_norm.weight": (Replicate(), 8),
             "k_norm.weight": (Replicate(), 8),
         }
-        assert layout["lm_head.weight"] == (None, 96 * 32)
+        assert layout["lm_head.weight"] == (Shard(0), 96 * 32 // 2)
 
 
 def refused_on_ranks(environment):

@@ -10,7 +10,7 @@ from typing import Literal
 
 from hp_core.parallel.plan.edge import REPLICATE, Edge, Placement, shard
 
-Kind = Literal["attention", "mlp", "contract", "replicated"]
+Kind = Literal["attention", "mlp", "embedding", "head", "sequence", "contract", "replicated"]
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,16 @@ class Boundary:
 
     Attributes:
         fqn: its name in the model.
-        kind: `attention` and `mlp` compute on their own shards between their edges; `replicated` computes the same on
-            every tensor rank.
+        kind: `attention` and `mlp` compute on their own shards between their edges, `embedding` and `head` on their own
+            part of the vocabulary, `sequence` on its part of every sequence; `replicated` computes the same on every
+            tensor rank.
         module_type: the class's name.
         parameters: those of the module that no other boundary has.
         inputs: what happens to the inputs of its forward, and to their gradients.
         output: what happens to its output: that of `row` where there is one, else of the module itself.
         row: the child whose output the ranks add up.
         kv_groups: query heads that share a key and value head on a rank, where that differs from the model's.
-        note: why an attention or an MLP is replicated.
+        note: why what could be shared is replicated.
     """
 
     fqn: str
@@ -94,8 +95,8 @@ class ShardingPlan:
 
     @property
     def shared(self) -> tuple[Boundary, ...]:
-        """The boundaries that are not replicated."""
-        return tuple(one for one in self.boundaries if one.kind != "replicated")
+        """The boundaries that are more than replicated: those to apply to a model."""
+        return tuple(one for one in self.boundaries if one.kind != "replicated" or one.edges)
 
     @property
     def bytes_per_token(self) -> int:

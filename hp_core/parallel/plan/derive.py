@@ -1,4 +1,4 @@
-"""The sharding plan of a model: attentions and MLPs between two all-reduces, everything else replicated.
+"""The sharding plan of a model: attentions and MLPs cut by heads and features, embedding and head by vocabulary.
 
 Shoeybi et al. 2019 (Megatron-LM): projections into a region are cut by columns, the one out of it by rows. Inside a
 region each rank has its own heads or features, so a parameter that all of them use whole has a partial gradient.
@@ -26,7 +26,9 @@ from hp_core.parallel.plan.roles import (
     SparseMLP,
     roles_of,
 )
+from hp_core.parallel.plan.sequence import on_sequences
 from hp_core.parallel.plan.shapes import PATH, SharedSizes
+from hp_core.parallel.plan.vocabulary import with_vocabulary
 from hp_core.parallel.plan.written import with_contracts
 
 
@@ -62,17 +64,34 @@ class _Seen:
                 yield name, parameter
 
 
-def derive_plan(model: PreTrainedModel, tp_size: int, contracts: Sequence[Contract] = ()) -> ShardingPlan:
+def derive_plan(
+    model: PreTrainedModel,
+    tp_size: int,
+    contracts: Sequence[Contract] = (),
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+) -> ShardingPlan:
     """The plan of `model`, on whatever device, for `tp_size` ranks; nothing of the model is changed.
 
-    `contracts` are what the recipe says of some of its modules, in the place of what is derived.
+    Args:
+        model: on meta, or anywhere.
+        tp_size: how many ranks share it.
+        contracts: what the recipe says of some of its modules, in the place of what is derived.
+        sequence_parallel: cut the sequences between regions, too.
+        loss_parallel: leave the logits in parts of the vocabulary.
 
     Raises:
         InputError: heads or widths can't be shared by so many ranks (all of them, with the numbers that would
-            work), the model has nothing to share, or a contract doesn't fit. See `with_contracts`.
+            work), the model has nothing to share or not what the two options need, or a contract doesn't fit. See
+            `with_contracts`.
     """
     boundaries = _boundaries(model, tp_size, contracts)
-    plan = ShardingPlan(tp_size, tuple(with_contracts(model, boundaries, contracts, tp_size)))
+    boundaries = with_vocabulary(model, boundaries, tp_size, contracts, loss_parallel=loss_parallel)
+    boundaries = with_contracts(model, boundaries, contracts, tp_size)
+    if sequence_parallel:
+        boundaries = on_sequences(model, boundaries)
+    plan = ShardingPlan(tp_size, tuple(boundaries))
     if not plan.shared:
         message = "every module is kept whole, so that ranks have nothing to share"
         raise InputError(Problem(message, path=PATH, hint="remove 'tp_size', or leave some to be cut"))

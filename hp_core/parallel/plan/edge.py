@@ -71,7 +71,7 @@ class Edge:
     """A tensor that crosses into a boundary or out of it: how it lies before and after.
 
     Attributes:
-        name: the argument of the forward, or the child that the output is of.
+        name: the argument of the forward, or the child that the output is of; empty for that of the module itself.
         src: how it lies where it comes from.
         dst: how it lies where it goes to.
         features: numbers for each token.
@@ -107,7 +107,8 @@ class Edge:
 
     def __str__(self) -> str:
         done = "; ".join(map(str, self.collectives)) or "no collective"
-        return f"{self.name}: {self.src} -> {self.dst}: {done}"
+        name = f"{self.name}: " if self.name else ""
+        return f"{name}{self.src} -> {self.dst}: {done}"
 
 
 def _of_gradient(placement: Placement, whole: Placement) -> Placement:

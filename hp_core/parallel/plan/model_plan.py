@@ -119,7 +119,15 @@ def plan_model(
     """
     settings = settings or Settings()
     contracts = contracts_of(model, overrides, sizes)
-    tensors = derive_plan(model, sizes.tp, contracts) if sizes.tp > 1 else None
+    tensors = None
+    if sizes.tp > 1:
+        tensors = derive_plan(
+            model,
+            sizes.tp,
+            contracts,
+            sequence_parallel=settings.accelerator.sequence_parallel,
+            loss_parallel=settings.accelerator.loss_parallel,
+        )
     experts = experts_of(model, sizes.ep) if sizes.ep > 1 else {}
     spread = tuple(fqn for fqn, module in experts.items() if not experts_kept_whole(fqn, module, contracts))
     if experts and not spread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ def cross(tensor: torch.Tensor, edge: Edge, group: dist.ProcessGroup, length: in
     A dimension that doesn't divide is cut into parts of one size, the last ones filled up with zeros.
 
     Args:
-        tensor: as it lies at `edge.src`.
+        tensor: as it lies at `edge.src`; of a dimension that doesn't divide the last part may be shorter.
         edge: what changes.
         group: the ranks that hold the tensor.
-        length: what the cut dimension is gathered to; None where no part was filled up.
+        length: what the cut dimension is gathered to; None where all parts are full.
     """
     if edge.src == edge.dst and not edge.is_shared:
         return tensor
@@ -40,13 +41,18 @@ class _Crossed(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, edge: Edge, group: dist.ProcessGroup, length: int | None
     ) -> torch.Tensor:
         ctx.edge, ctx.group = edge, group
-        ctx.length = tensor.shape[edge.dst.dim] if edge.dst.dim is not None else None
+        ctx.shape = tensor.shape
         return converted(tensor, edge.src, edge.dst, group, length)
 
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         src, dst = ctx.edge.gradient
-        return converted(outer[0], src, dst, ctx.group, ctx.length), None, None, None
+        length = None if src.dim is None else ctx.shape[src.dim]
+        gradient = converted(outer[0], src, dst, ctx.group, length)
+        if dst.dim is not None:
+            # The last rank's part may have been shorter than it was cut now.
+            gradient = gradient.narrow(dst.dim, 0, ctx.shape[dst.dim])
+        return gradient, None, None, None
 
 
 def converted(
@@ -76,7 +82,7 @@ def converted(
         own.copy_(parts.narrow(0, group.rank() * len(own), len(own)))
     else:
         reduce_scatter_single(own, parts.contiguous(), group=group)
-    return own.movedim(0, dst.dim)
+    return own.movedim(0, dst.dim).contiguous()
 
 
 def _filled_up(tensor: torch.Tensor, dim: int, num_parts: int) -> torch.Tensor:
@@ -87,10 +93,22 @@ def _filled_up(tensor: torch.Tensor, dim: int, num_parts: int) -> torch.Tensor:
 
 
 def _gathered(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup, length: int | None) -> torch.Tensor:
-    own = tensor.movedim(dim, 0).contiguous()
-    whole = own.new_empty((group.size() * len(own), *own.shape[1:]))
-    all_gather_single(whole, own, group=group)
-    return whole[:length].movedim(0, dim)
+    dim %= tensor.ndim
+    if prod(tensor.shape[:dim]) == 1 and length in (None, tensor.shape[dim] * group.size()):
+        # The parts follow one another in memory.
+        shape = list(tensor.shape)
+        shape[dim] *= group.size()
+        whole = tensor.new_empty(shape)
+        all_gather_single(whole.view(-1), tensor.reshape(-1), group=group)
+        return whole
+    own = tensor.movedim(dim, 0)
+    if length is not None:
+        own = _filled_up(own, 0, -(-length // group.size()))
+    own = own.contiguous()
+    parts = own.new_empty((group.size() * len(own), *own.shape[1:]))
+    all_gather_single(parts, own, group=group)
+    # No view: FSDP2 hooks what its modules return.
+    return parts[:length].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
 def _exchanged(tensor: torch.Tensor, src: int, dst: int, group: dist.ProcessGroup, length: int | None) -> torch.Tensor:

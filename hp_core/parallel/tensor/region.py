@@ -7,8 +7,8 @@ works on plain local tensors, and nothing of it is dispatched through DTensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
@@ -18,9 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
+from hp_core.errors import RunError
 from hp_core.parallel.plan.boundary import ParameterPlan
 from hp_core.parallel.plan.edge import REPLICATE, Edge
 from hp_core.parallel.tensor.collectives import cross
+from hp_core.parallel.tensor.place import in_place
+from hp_core.parallel.tensor.random_numbers import own_random_numbers
+from hp_core.parallel.tensor.sequence import Sequences
 
 # Of a learnt input that the plan does not name each rank uses its own share, too.
 _LEARNT = Edge("", REPLICATE, REPLICATE, 0, 0, is_shared=True)
@@ -61,7 +65,17 @@ class DropsAttention(Protocol):
 
 
 class SharedForward:
-    """Takes the place of a region's forward: its inputs cross the edges of the plan, and it computes on its parts."""
+    """Takes the place of a module's forward: its tensors cross the edges of the plan, and it computes on its parts.
+
+    Args:
+        module: what is called.
+        parts: what it computes with in place of its parameters.
+        inputs: the edges of its inputs.
+        group: the tensor ranks.
+        output: that of its output, or None where a child's forward has it or there is none.
+        sequence: of a model whose sequences are cut.
+        shares: whether each rank computes its own share of the work, so that it drops by random numbers of its own.
+    """
 
     def __init__(
         self,
@@ -69,7 +83,10 @@ class SharedForward:
         parts: Sequence[Part],
         inputs: Sequence[Edge],
         group: dist.ProcessGroup,
+        *,
         output: Edge | None = None,
+        sequence: Sequences | None = None,
+        shares: bool = True,
     ) -> None:
         self._module = module
         self._forward: Callable[..., Any] = module.forward
@@ -78,6 +95,8 @@ class SharedForward:
         self._edges = {edge.name: edge for edge in inputs}
         self._group = group
         self._output = output
+        self._sequence = sequence or Sequences(group)
+        self._shares = shares
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward on this rank's parts."""
@@ -85,26 +104,25 @@ class SharedForward:
         named = {name: self._crossed(name, value) for name, value in kwargs.items()}
         own = {(part.owner, part.name): part for part in self._parts}
         replaced = {place: part.local(_parameter(*place)) for place, part in own.items()}
-        with _in_place(replaced), self._random_numbers():
+        with in_place(replaced), self._random_numbers():
             found = self._forward(*values, **named)
-        if self._output is None:
-            return found
-        if isinstance(found, tuple):
-            return (cross(found[0], self._output, self._group), *found[1:])
-        return cross(found, self._output, self._group)
+        return found if self._output is None else self._sequence.first_crossed(found, self._output)
 
     def _random_numbers(self) -> AbstractContextManager[None]:
         module = self._module
         drops = isinstance(module, DropsAttention) and module.training and module.attention_dropout > 0
-        return own_random_numbers(self._group.rank()) if drops else nullcontext()
+        return own_random_numbers(self._group.rank()) if drops and self._shares else nullcontext()
 
     def _crossed(self, name: str | None, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         edge = self._edges.get(name or "")
         if edge is None and value.requires_grad:
+            if not self._shares:
+                message = f"{type(self._module).__name__} learns through {name!r}, too; remove 'sequence_parallel'"
+                raise RunError(f"accelerator.sequence_parallel: {message}")
             edge = _LEARNT
-        return value if edge is None else cross(value, edge, self._group)
+        return value if edge is None else self._sequence.crossed(value, edge)
 
 
 class RowForward:
@@ -121,38 +139,12 @@ class RowForward:
         bias = self._linear.bias
         if bias is None:
             return cross(self._forward(input), self._output, self._group)
-        with _in_place({(self._linear, "bias"): None}):
+        with in_place({(self._linear, "bias"): None}):
             projected = self._forward(input)
         return cross(projected, self._output, self._group) + bias
-
-
-@contextmanager
-def own_random_numbers(tp_rank: int) -> Iterator[None]:
-    """Other random numbers on each tensor rank, whose heads are others; afterwards all go on alike.
-
-    Outside a region tensor ranks must drop the same, so they share one stream.
-    """
-    seed = int(torch.randint(2**62, ()))
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed + tp_rank)
-        yield
 
 
 def _parameter(owner: nn.Module, name: str) -> torch.Tensor:
     parameter = owner._parameters[name]
     assert parameter is not None
     return parameter
-
-
-@contextmanager
-def _in_place(tensors: Mapping[tuple[nn.Module, str], torch.Tensor | None]) -> Iterator[None]:
-    """Let modules compute with other tensors than their parameters, which they have back afterwards."""
-    kept = {(owner, name): owner._parameters[name] for owner, name in tensors}
-    try:
-        for (owner, name), tensor in tensors.items():
-            owner._parameters[name] = tensor  # type: ignore[assignment]  # a part is no nn.Parameter
-        yield
-    finally:
-        for (owner, name), parameter in kept.items():
-            owner._parameters[name] = parameter
