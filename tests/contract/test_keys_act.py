@@ -205,7 +205,7 @@ def layers_of_stages(bench: Bench) -> bool:
     return [one["num_layers"] for one in manifest(outcome.directory)["stages"]] == [5, 1]
 
 
-def halves(key: str, module: str, dim: int) -> Callable[[Bench], bool]:
+def halves(key: str, module: str, dim: int, *more: str) -> Callable[[Bench], bool]:
     """Of what a module gives, each of two tensor ranks has a half; the losses are the same."""
 
     def check(bench: Bench) -> bool:
@@ -214,8 +214,8 @@ def halves(key: str, module: str, dim: int) -> Callable[[Bench], bool]:
             f"    run.model.get_submodule({module!r}).register_forward_hook(\n"
             f"        lambda module, args, found: run.record(size=found.shape[{dim}])\n    )\n"
         )
-        base = ("--plugins=[./look.py]", "--accelerator.tp_size=2")
-        whole, half = (bench.run(*base, *more, nproc=2) for more in ((), (f"--accelerator.{key}=true",)))
+        base = ("--plugins=[./look.py]", "--accelerator.tp_size=2", *more)
+        whole, half = (bench.run(*base, *cut, nproc=2) for cut in ((), (f"--accelerator.{key}=true",)))
         same = half.losses() == pytest.approx(whole.losses(), abs=1e-5)
         return same and manifest(whole.directory)["size"] == 2 * manifest(half.directory)["size"]
 
@@ -518,7 +518,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "accelerator.cp_layout": ways_to_share_sequences("cp_layout=contiguous"),
     "accelerator.cp_method": ways_to_share_sequences("cp_method=ulysses", "cp_method=ring"),
     "accelerator.sequence_parallel": halves("sequence_parallel", "model.layers.0.input_layernorm", 1),
-    "accelerator.loss_parallel": halves("loss_parallel", "lm_head", -1),
+    "accelerator.loss_parallel": halves("loss_parallel", "lm_head", -1, "--loss_fn=causal_lm"),
     "fsdp_config.dp_replicate_size": replicas,
     "fsdp_config.reshard_after_forward": resharding,
     "fsdp_config.forward_prefetch": gathered_ahead("forward", 1),

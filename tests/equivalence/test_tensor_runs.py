@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hp_core.testing.ranks import RankError
+from tests.contract.texts import write_texts
 from tests.e2e.runs import hp_train_here, recipe, steps, train
 
 TP2 = "--accelerator.tp_size=2"
@@ -70,6 +72,57 @@ def test_stop_and_go_on_tensor_ranks_is_exact_with_dropout(tmp_path):
     rows = train(path, *settings, "--checkpoint.resume=latest", nproc=2, out=out)
     assert steps(rows) == steps(unbroken)
     assert steps(rows, "grad_norm") == steps(unbroken, "grad_norm")
+
+
+CUT = [TP2, "--accelerator.sequence_parallel=true", "--accelerator.loss_parallel=true"]
+
+
+def test_a_run_with_sequences_and_loss_cut_goes_on_with_one_rank(tmp_path):
+    path = recipe(tmp_path, "qwen3")
+    settings = ["--loss_fn=causal_lm", "--model.config.vocab_size=97", "--dataset.validation_rows=8"]
+    unbroken = train(path, *settings, out=tmp_path / "unbroken")
+    out = tmp_path / "broken"
+    train(path, *settings, *CUT, "--training.stop_after=3", nproc=4, out=out)
+    rows = train(path, *settings, "--checkpoint.resume=latest", out=out)
+    assert steps(rows, "step") == list(range(1, 7))
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("tokens", 0)):
+        assert steps(rows, name) == pytest.approx(steps(unbroken, name), abs=tolerance)
+    assert rows[-1]["eval_loss"] == pytest.approx(unbroken[-1]["eval_loss"], abs=1e-5)
+
+
+def test_text_is_sampled_of_whole_logits(tmp_path):
+    """Rows of 15 tokens, which two ranks can't share evenly, and a prompt that grows by a token at a time."""
+    write_texts(tmp_path)
+    dataset = f"{{name: text, files: {tmp_path}/some, max_seq_len: 15, tokenizer: bytes}}"
+    settings = [
+        "--loss_fn=causal_lm",
+        "--model.config.vocab_size=301",
+        f"--dataset={dataset}",
+        "--training.train_iters=2",
+        "--evaluation.samples={prompts: [ab], max_new_tokens: 4, temperature: 0}",
+    ]
+    path = recipe(tmp_path)
+    alone = train(path, *settings, out=tmp_path / "alone")
+    rows = train(path, *settings, *CUT, nproc=2, out=tmp_path / "cut")
+    assert steps(rows) == pytest.approx(steps(alone), abs=1e-5)
+    first, second = ((tmp_path / one / "samples.jsonl").read_text() for one in ("alone", "cut"))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [("focal", "FocalLoss"), ("{name: z_loss, loss: causal_lm}", "ZLoss"), ("model_output", "ModelOutputLoss")],
+)
+def test_other_losses_are_refused_where_logits_stay_parts(tmp_path, loss, name):
+    with pytest.raises(RankError, match=f"loss_fn: {name} needs the logits of the whole vocabulary, and loss"):
+        train(recipe(tmp_path), *CUT, f"--loss_fn={loss}", nproc=2)
+
+
+@pytest.mark.parametrize("key", ["sequence_parallel", "loss_parallel"])
+def test_keys_that_would_have_no_effect_are_refused(tmp_path, key):
+    done = hp_train_here("check", str(recipe(tmp_path)), f"--accelerator.{key}=true")
+    assert done.returncode == 2
+    assert f"accelerator.{key}: there is one tensor rank, which has nothing to share" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -107,13 +107,13 @@ def test_ranks_stand_where_the_meshes_put_them():
 
 
 def test_local_parameters_by_hand():
-    """llama on tp 2 and fsdp 2: embedding, head (96 x 32 each) and three kinds of norms (32) stay whole on `tp`."""
+    """llama on tp 2 and fsdp 2: three kinds of norms (32) stay whole on `tp`, embedding and head (96 x 32) don't."""
     model = skeleton("llama")
     plan = plan_model(model, ParallelSizes(dp_shard=2, tp=2))
     layer = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 48 * 32
-    whole = 2 * 96 * 32 + 5 * 32
-    assert plan.total_parameters == 2 * layer + whole
-    assert [plan.local_parameters(rank) for rank in range(4)] == [2 * layer // 4 + whole // 2] * 4
+    cut, whole = 2 * layer + 2 * 96 * 32, 5 * 32
+    assert plan.total_parameters == cut + whole
+    assert [plan.local_parameters(rank) for rank in range(4)] == [cut // 4 + whole // 2] * 4
 
 
 def test_the_most_and_the_fewest_are_those_of_all_ranks():
