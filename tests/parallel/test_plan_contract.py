@@ -66,14 +66,27 @@ def test_an_attention_that_is_kept_whole():
     assert (kept.kind, kept.note, kept.edges) == ("replicated", "kept whole by plan_overrides[0]", ())
     assert boundary(plan, "model.layers.0.self_attn.q_proj").parameters[0].shard_dim is None
     assert boundary(plan, "model.layers.1.self_attn").kind == "attention"
-    # Of four regions three are left, with an all-reduce of 32 floats in either direction each.
-    assert plan.bytes_per_token == 3 * 2 * 32 * 4
+    # Of four regions three are left, with an all-reduce of 32 floats in either direction each; embedding, head, logits.
+    assert plan.bytes_per_token == (3 * 2 * 32 + 2 * 32 + 96) * 4
+
+
+def test_a_head_that_is_kept_whole():
+    plan = planned(entry("lm_head", params={}))
+    kept = boundary(plan, "lm_head")
+    assert (kept.kind, kept.edges, kept.parameters[0].shard_dim) == ("replicated", (), None)
+    assert boundary(plan, "model.embed_tokens").kind == "embedding"
+
+
+def test_a_head_that_is_tied_to_an_embedding_that_is_kept_whole():
+    plan = planned(entry("model.embed_tokens", params={}), model=skeleton("llama_tied"))
+    assert boundary(plan, "model.embed_tokens").kind == boundary(plan, "lm_head").kind == "replicated"
+    assert boundary(plan, "lm_head").note.startswith("its weight is that of an embedding that is whole: it is left to")
 
 
 def test_heads_that_can_not_be_shared_may_be_kept_whole():
     model = skeleton("qwen3", num_attention_heads=3, num_key_value_heads=3)
     assert "3 attention heads can't be shared by 2 ranks" in refused(model=model)[0]
-    assert [one.kind for one in planned(WHOLE, model=model).shared] == ["mlp", "mlp"]
+    assert [one.kind for one in planned(WHOLE, model=model).shared] == ["embedding", "mlp", "mlp", "head"]
 
 
 def test_a_linear_module_that_is_cut_by_columns_or_rows():
@@ -82,7 +95,7 @@ def test_a_linear_module_that_is_cut_by_columns_or_rows():
     assert [(one.name, one.shard_dim, one.partial) for one in columns.parameters] == [("weight", 0, False)]
     assert [str(edge) for edge in columns.edges] == [
         "input: replicate -> replicate: all_reduce in backward, 384 bytes a token",
-        ": shard(-1) -> replicate: all_gather in forward, 384 bytes a token",
+        "shard(-1) -> replicate: all_gather in forward, 384 bytes a token",
     ]
     rows = boundary(planned(ROWS), "lm_head")
     assert [(one.name, one.shard_dim) for one in rows.parameters] == [("weight", 1)]
