@@ -148,14 +148,15 @@ def _prefetch_problems(config: TrainerConfig, num_data_ranks: int) -> Iterator[P
 
 
 def _tensor_problems(accelerator: AcceleratorConfig) -> Iterator[Problem]:
-    if accelerator.tp_size > 1:
-        return
     flags = {"sequence_parallel": accelerator.sequence_parallel, "loss_parallel": accelerator.loss_parallel}
     for key in (key for key, is_set in flags.items() if is_set):
-        message = "there is one tensor rank, which has nothing to share"
-        yield Problem(
-            message, path=f"accelerator.{key}", hint=f"set accelerator.tp_size to 2 or more, or remove '{key}'"
-        )
+        path = f"accelerator.{key}"
+        if accelerator.tp_size == 1:
+            hint = f"set accelerator.tp_size to 2 or more, or remove '{key}'"
+            yield Problem("there is one tensor rank, which has nothing to share", path=path, hint=hint)
+        elif accelerator.pp_size > 1:
+            message = "is not implemented together with pp_size in this version"
+            yield Problem(message, path=path, hint=f"remove '{key}' or 'pp_size'")
 
 
 def _num_data_ranks(config: AcceleratorConfig, world_size: int) -> int:
