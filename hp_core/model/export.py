@@ -16,6 +16,7 @@ from hp_core.errors import RunError
 from hp_core.model.replacement.contract import WeightTransform, transforms_of
 from hp_core.model.replacement.layout import whole
 from hp_core.model.replacement.transforms import names_of, to_original
+from hp_core.parallel.pipeline.runner import pipeline_of
 
 
 def export_model(model: nn.Module, directory: str | Path) -> None:
@@ -43,7 +44,8 @@ def original_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     Every rank calls it; only the main rank gets the tensors, the others an empty dict. A tensor that has two names
     (tied weights) is one tensor under both.
     """
-    keeps = not dist.is_initialized() or dist.get_rank() == 0
+    pipeline = pipeline_of(model)
+    keeps = not dist.is_initialized() or dist.get_rank() == 0 or (pipeline is not None and pipeline.is_stage_main)
     tensors: dict[str, torch.Tensor] = {}
     gathered: dict[int, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -55,7 +57,8 @@ def original_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     for dot, transforms in _transformed(model, ""):
         own = {name: tensors.pop(dot + name) for name in names_of(transforms)[1]}
         tensors.update({dot + name: value for name, value in to_original(transforms, own).items()})
-    return {name: value.contiguous() for name, value in tensors.items()}
+    tensors = {name: value.contiguous() for name, value in tensors.items()}
+    return tensors if pipeline is None else pipeline.collected(tensors)
 
 
 def _transformed(module: nn.Module, dot: str) -> Iterator[tuple[str, tuple[WeightTransform, ...]]]:

@@ -17,6 +17,7 @@ from hp_core.errors import InputError, Problem
 from hp_core.model.replacement.contract import ResetsBuffers
 from hp_core.model.replacement.replacer import Replaced
 from hp_core.model.replacement.transforms import TransformError, names_of, to_replaced
+from hp_core.parallel.pipeline.stages import elsewhere
 from hp_core.parallel.setup import DistributedSetup
 
 
@@ -31,12 +32,14 @@ def original_layout(model: nn.Module, replaced: Sequence[Replaced], setup: Distr
     Raises:
         InputError: a conversion there and back changes a weight.
     """
-    for one in replaced:
+    others = tuple(f"{fqn}." for fqn in elsewhere(model))
+    here = [one for one in replaced if not f"{one.fqns[0]}.".startswith(others)]
+    for one in here:
         _give(one.replacement, one.original, _kept(one))
         _make_room(one, setup)
         _install(model, one, one.original)
     yield
-    for one in replaced:
+    for one in here:
         _install(model, one, one.replacement)
         _give(one.original, one.replacement, _kept(one))
         _convert(one, setup)

@@ -79,6 +79,15 @@ class Pipeline:
             for index, layers in enumerate(self.split)
         ]
 
+    @property
+    def is_stage_main(self) -> bool:
+        """Whether this rank speaks for its stages: it is in the pipeline of the first rank."""
+        return self._setup.rank % (self._setup.world_size // self._setup.sizes.pp) == 0
+
+    def collected(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the ranks that speak for their stages give, all on the first rank; nothing on the others."""
+        return self._transport.collect(tensors)
+
     def agreed(self, values: Iterable[Kind]) -> list[Kind]:
         """The values of all ranks, each once, by stage. Every rank calls it."""
         by_rank: list[list[Kind]] = gathered(list(values), self._setup)

@@ -61,6 +61,20 @@ class Transport:
             found[name] = tensor
         return found
 
+    def collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of all ranks of the group, on the host of its first; nothing on the others."""
+        if self._group.rank() > 0:
+            dist.send_object_list([list(tensors)], group=self._group, group_dst=0)
+            for tensor in tensors.values():
+                self.send(0, tensor.to(self._device), 0)
+            self.finish()
+            return {}
+        for rank in range(1, self._group.size()):
+            names: list[list[str]] = [[]]
+            dist.recv_object_list(names, group=self._group, group_src=rank)
+            tensors = {**tensors, **{name: self.receive(0, rank).cpu() for name in names[0]}}
+        return tensors
+
     def add_of(self, tensor: torch.Tensor, rank: int) -> None:
         """Add the same tensor of another rank, which calls it, too; both have the same bits afterwards."""
         self.send(0, tensor, rank)
