@@ -154,9 +154,6 @@ def _tensor_problems(accelerator: AcceleratorConfig) -> Iterator[Problem]:
         if accelerator.tp_size == 1:
             hint = f"set accelerator.tp_size to 2 or more, or remove '{key}'"
             yield Problem("there is one tensor rank, which has nothing to share", path=path, hint=hint)
-        elif accelerator.pp_size > 1:
-            message = "is not implemented together with pp_size in this version"
-            yield Problem(message, path=path, hint=f"remove '{key}' or 'pp_size'")
 
 
 def _num_data_ranks(config: AcceleratorConfig, world_size: int) -> int:

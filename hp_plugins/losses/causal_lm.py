@@ -48,7 +48,7 @@ class CausalLMLoss(TokenLoss):
             InputError: the model's head is of another kind.
         """
         super().bind_model(model, distributed_setup)
-        if is_loss_parallel(distributed_setup):
+        if is_loss_parallel(distributed_setup) and distributed_setup.has_last_stage:
             self._head = LossHead.of(model)
             self._objective = replace(self._objective, vocabulary=self._head.shard)
 

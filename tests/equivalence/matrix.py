@@ -83,6 +83,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "fsdp 2 x pp 2": _layout(4, micro_batches=2, pp_size=2),
     "hsdp 2 x pp 2": _layout(4, HSDP, micro_batches=2, pp_size=2),
     "pp 2 x tp 2": _layout(4, micro_batches=4, pp_size=2, tp_size=2),
+    "pp 2 x tp 2 sp lp": _layout(4, micro_batches=4, pp_size=2, tp_size=2, sequence_parallel=True, loss_parallel=True),
     "pp 2 x cp 2": _layout(4, micro_batches=4, pp_size=2, cp_size=2),
     "pp 2 x cp 2 ring": _layout(4, micro_batches=4, pp_size=2, cp_size=2, cp_method="ring"),
     "fsdp 2 x pp 2, ep 2": _layout(4, micro_batches=2, pp_size=2, ep_size=2),

@@ -123,10 +123,6 @@ def test_keys_that_would_have_no_effect_are_refused(tmp_path, key):
     done = hp_train_here("check", str(recipe(tmp_path)), f"--accelerator.{key}=true")
     assert done.returncode == 2
     assert f"accelerator.{key}: there is one tensor rank, which has nothing to share" in done.stderr
-    sizes = ["--accelerator.tp_size=2", "--accelerator.pp_size=2", "--launch.nproc=4"]
-    done = hp_train_here("check", str(recipe(tmp_path)), *sizes, f"--accelerator.{key}=true")
-    assert done.returncode == 2
-    assert f"accelerator.{key}: is not implemented together with pp_size in this version" in done.stderr
 
 
 @pytest.mark.parametrize(

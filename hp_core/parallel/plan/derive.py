@@ -71,6 +71,7 @@ def derive_plan(
     *,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
+    first_layers: Sequence[int] = (0,),
 ) -> ShardingPlan:
     """The plan of `model`, on whatever device, for `tp_size` ranks; nothing of the model is changed.
 
@@ -80,6 +81,7 @@ def derive_plan(
         contracts: what the recipe says of some of its modules, in the place of what is derived.
         sequence_parallel: cut the sequences between regions, too.
         loss_parallel: leave the logits in parts of the vocabulary.
+        first_layers: those of the stages of a pipeline.
 
     Raises:
         InputError: heads or widths can't be shared by so many ranks (all of them, with the numbers that would
@@ -90,7 +92,7 @@ def derive_plan(
     boundaries = with_vocabulary(model, boundaries, tp_size, contracts, loss_parallel=loss_parallel)
     boundaries = with_contracts(model, boundaries, contracts, tp_size)
     if sequence_parallel:
-        boundaries = on_sequences(model, boundaries)
+        boundaries = on_sequences(model, boundaries, first_layers)
     plan = ShardingPlan(tp_size, tuple(boundaries))
     if not plan.shared:
         message = "every module is kept whole, so that ranks have nothing to share"

@@ -119,6 +119,7 @@ def plan_model(
     """
     settings = settings or Settings()
     contracts = contracts_of(model, overrides, sizes)
+    stages = plan_stages(model, sizes, settings.accelerator) if sizes.pp > 1 else None
     tensors = None
     if sizes.tp > 1:
         tensors = derive_plan(
@@ -127,13 +128,13 @@ def plan_model(
             contracts,
             sequence_parallel=settings.accelerator.sequence_parallel,
             loss_parallel=settings.accelerator.loss_parallel,
+            first_layers=(0,) if stages is None else [one.first_layer for one in stages.stages],
         )
     experts = experts_of(model, sizes.ep) if sizes.ep > 1 else {}
     spread = tuple(fqn for fqn, module in experts.items() if not experts_kept_whole(fqn, module, contracts))
     if experts and not spread:
         message = "every module of experts is kept whole, and so has no effect"
         raise InputError(Problem(message, path="accelerator.ep_size", hint="remove it, or leave some to be spread"))
-    stages = plan_stages(model, sizes, settings.accelerator) if sizes.pp > 1 else None
     layouts = _layouts(model, sizes, tensors, spread)
     if stages is not None:
         layouts = (replace(one, pp_ranks=stages.ranks_of(one.fqn)) for one in layouts)

@@ -45,8 +45,15 @@ class _Layers:
         return Edge(name, src, dst, self.features, self.itemsize)
 
 
-def on_sequences(model: PreTrainedModel, boundaries: Sequence[Boundary]) -> list[Boundary]:
+def on_sequences(
+    model: PreTrainedModel, boundaries: Sequence[Boundary], first_layers: Sequence[int] = (0,)
+) -> list[Boundary]:
     """The boundaries with sequences cut between the regions.
+
+    Args:
+        model: the whole model.
+        boundaries: those without.
+        first_layers: those of the stages of a pipeline, between which sequences travel whole.
 
     Raises:
         InputError: the model's layers are not understood well enough.
@@ -57,9 +64,13 @@ def on_sequences(model: PreTrainedModel, boundaries: Sequence[Boundary]) -> list
         _refuse_own(fqn, layer)
         for name, child in layer.named_children():
             _plan_child(planned, f"{fqn}.{name}", child, layers)
-    first = next(iter(layers.layers))
-    entry = (layers.edge(_argument(layers.layers[first]), inward=True),)
-    planned[first] = Boundary(first, "sequence", type(layers.layers[first]).__name__, (), entry)
+    names = list(layers.layers)
+    for index in first_layers:
+        entry = (layers.edge(_argument(layers.layers[names[index]]), inward=True),)
+        planned[names[index]] = replace(_end_of(names[index], planned, layers), inputs=entry)
+        if index > 0:
+            before = names[index - 1]
+            planned[before] = replace(_end_of(before, planned, layers), output=layers.edge("", inward=False))
     _plan_end(planned, layers)
     order = {fqn: index for index, (fqn, _) in enumerate(model.named_modules())}
     return sorted(planned.values(), key=lambda one: order[one.fqn])
@@ -70,8 +81,11 @@ def _plan_end(planned: dict[str, Boundary], layers: _Layers) -> None:
     if layers.last not in layers.layers:
         planned[layers.last] = _on_parts(planned[layers.last], layers.last_module, layers, output)
         return
-    own = planned.get(layers.last, Boundary(layers.last, "sequence", type(layers.last_module).__name__, ()))
-    planned[layers.last] = replace(own, output=output)
+    planned[layers.last] = replace(_end_of(layers.last, planned, layers), output=output)
+
+
+def _end_of(fqn: str, planned: Mapping[str, Boundary], layers: _Layers) -> Boundary:
+    return planned.get(fqn, Boundary(fqn, "sequence", type(layers.layers[fqn]).__name__, ()))
 
 
 def _plan_child(planned: dict[str, Boundary], fqn: str, child: nn.Module, layers: _Layers) -> None:
