@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from hp_core.config import TrainerConfig
 from hp_core.data.order import GlobalOrder, StepBatches, evaluation_batches
 from hp_core.data.protocols import Datasets, MeshContext, RowDataset
-from hp_core.errors import RunError
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.fsdp import require_sharded
 from hp_core.parallel.pipeline.runner import counted_parameters, pipeline_of
@@ -28,7 +27,7 @@ from hp_core.training.gradients import clip, norm_and_count
 from hp_core.training.in_stages import of_one_length
 from hp_core.training.loss import LossContract
 from hp_core.training.meter import Meter
-from hp_core.training.nonfinite import describe
+from hp_core.training.nonfinite import on_nonfinite
 from hp_core.training.persistence import restore, save
 from hp_core.training.run import Report, Run, data_facts, data_lines
 from hp_core.training.schedule import steps_left, total_steps
@@ -332,7 +331,7 @@ class BaseTrainer:
         )
         skipped: str | None = None
         if num_nonfinite or not math.isfinite(norm):
-            self._on_nonfinite(micro_batches, step_loss)
+            on_nonfinite(self.run, micro_batches, step_loss, self.model)
             skipped = "not finite"
         else:
             if norm == 0 and state.updates == 0:
@@ -344,18 +343,6 @@ class BaseTrainer:
             state.nonfinite_in_a_row = 0
         self.optimizer.zero_grad(set_to_none=True)
         return norm, skipped
-
-    def _on_nonfinite(self, micro_batches: list[MicroBatch], step_loss: StepLoss) -> None:
-        training, state = self.config.training, self.run.state
-        text = describe(micro_batches, step_loss, self.model.named_parameters(), self.setup)
-        text = f"step {state.step}: not finite: {text}"
-        state.skipped_nonfinite += 1
-        state.nonfinite_in_a_row += 1
-        if training.nonfinite == "stop":
-            raise RunError(f"{text}; training.nonfinite: skip would leave such steps out")
-        if state.nonfinite_in_a_row > training.nonfinite_limit:
-            raise RunError(f"{text}; that is more than training.nonfinite_limit={training.nonfinite_limit} in a row")
-        self.run.console.say(f"{text}; the step is skipped")
 
     # Around the loop.
 

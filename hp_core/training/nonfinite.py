@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hp_core.errors import RunError
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepLoss
 from hp_core.training.gradients import local_part
+from hp_core.training.run import Run
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,24 @@ def describe(
         return "the norm of the gradients overflows; each of them is finite"
     ids = sorted({i for _, _, seen in everywhere for i in seen if i >= 0})
     return f"the gradient of {names[0]}{_more(len(names) - 1)}, with finite losses; the step's samples are {ids}"
+
+
+def on_nonfinite(run: Run, micro_batches: Sequence[MicroBatch], step_loss: StepLoss, model: nn.Module) -> None:
+    """Count a step whose numbers are not finite, and end the run or say that the step is skipped, as the recipe wants.
+
+    Raises:
+        RunError: the recipe says `stop`, or there were too many in a row.
+    """
+    training, state = run.config.training, run.state
+    text = describe(micro_batches, step_loss, model.named_parameters(), run.setup)
+    text = f"step {state.step}: not finite: {text}"
+    state.skipped_nonfinite += 1
+    state.nonfinite_in_a_row += 1
+    if training.nonfinite == "stop":
+        raise RunError(f"{text}; training.nonfinite: skip would leave such steps out")
+    if state.nonfinite_in_a_row > training.nonfinite_limit:
+        raise RunError(f"{text}; that is more than training.nonfinite_limit={training.nonfinite_limit} in a row")
+    run.console.say(f"{text}; the step is skipped")
 
 
 _Account = tuple[list[Fault], list[str], list[int]]

@@ -28,7 +28,7 @@ from hp_core.training.columns import column_arguments
 from hp_core.training.loss import LossContract, contract_of
 from hp_core.training.loss_check import Diagnosis, diagnose
 from hp_core.training.loss_rows import LENGTH, NUM_IDS, Batch
-from hp_core.training.startup import told_of_the_loss
+from hp_core.training.startup import require_on_shards, told_of_the_loss
 
 _DENSE_FAMILY, _EXPERTS_FAMILY = "llama", "qwen3_moe"
 # How configurations of transformers say that a model is a mixture of experts.
@@ -135,6 +135,7 @@ def try_loss(config: TrainerConfig, plugins: Plugins, setup: DistributedSetup | 
     with tiny_setup() if setup is None else nullcontext(setup.alone) as alone:
         with told_of_the_loss("can't be built"):
             loss_fn = as_module(plugins.hook.build_loss(config=config), "loss_fn")
+        require_on_shards(loss_fn, config.accelerator)
         require_loss_call(loss_fn, contract_of(loss_fn).columns)
         require_without_parameters(loss_fn)
         try:

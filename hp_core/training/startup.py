@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from hp_core.config.models import AcceleratorConfig
 from hp_core.data.order import check_batch
 from hp_core.data.protocols import Datasets
 from hp_core.data.rows import as_datasets
@@ -52,14 +53,23 @@ def checked_loss(built: Any, run: Run) -> tuple[nn.Module, LossContract]:
     if contract.reduction == "sample" and run.setup.sizes.cp > 1:
         message = f"{type(loss_fn).__name__} gives a value for each row, and context parallelism cuts rows"
         raise InputError(Problem(message, path="loss_fn", hint="write accelerator.cp_size: 1"))
-    on_shards = isinstance(loss_fn, ComputesOnShards) and loss_fn.on_vocabulary_shards
-    if run.setup.accelerator.loss_parallel and not on_shards:
-        message = f"{type(loss_fn).__name__} needs the logits of the whole vocabulary, and loss parallelism cuts them"
-        hint = "remove accelerator.loss_parallel, or write loss_fn: causal_lm or chunked_causal_lm"
-        raise InputError(Problem(message, path="loss_fn", hint=hint))
+    require_on_shards(loss_fn, run.setup.accelerator)
     require_loss_call(loss_fn, contract.columns)
     require_without_parameters(loss_fn)
     return loss_fn, contract
+
+
+def require_on_shards(loss_fn: nn.Module, accelerator: AcceleratorConfig) -> None:
+    """Refuse a loss that needs whole logits where loss parallelism cuts them.
+
+    Raises:
+        InputError: it does.
+    """
+    on_shards = isinstance(loss_fn, ComputesOnShards) and loss_fn.on_vocabulary_shards
+    if accelerator.loss_parallel and not on_shards:
+        message = f"{type(loss_fn).__name__} needs the logits of the whole vocabulary, and loss parallelism cuts them"
+        hint = "remove accelerator.loss_parallel, or write loss_fn: causal_lm or chunked_causal_lm"
+        raise InputError(Problem(message, path="loss_fn", hint=hint))
 
 
 def checked_datasets(built: Any, run: Run, loss_fn: nn.Module, columns: Sequence[str]) -> Datasets:

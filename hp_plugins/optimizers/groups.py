@@ -97,7 +97,9 @@ def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
     for name, parameter in model.named_parameters():
         if name in claims and groups[claims[name]].frozen:
             parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    pipeline = pipeline_of(model)
+    learns = [any(parameter.requires_grad for parameter in model.parameters())]
+    if not any(learns if pipeline is None else pipeline.agreed(learns)):
         raise ArgumentError(
             "groups", "every parameter is frozen: nothing is left to train", "drop `frozen: true` from a group"
         )

@@ -98,17 +98,16 @@ class Pipeline:
         numbers = ", ".join(str(len(layers)) for layers in self.split)
         return f"pipeline: {self.schedule.name}, {self.num_stages} stages of {numbers} layers"
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, input_ids: torch.Tensor | None = None, **inputs: Any) -> Any:
         """The current stage's part of the model's call, or all stages' where none is running.
 
         Raises:
             RunError: gradients are wanted outside of a step.
         """
         if self._current is None:
-            return self._through_all(inputs)
+            return self._through_all({"input_ids": input_ids, **inputs})
         stage, hidden = self._current
-        if not stage.is_first:
-            inputs = {name: value for name, value in inputs.items() if name != "input_ids"} | {"inputs_embeds": hidden}
+        inputs |= {"input_ids": input_ids} if stage.is_first else {"inputs_embeds": hidden}
         if not stage.is_last:
             inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
         return stage.forward(**inputs)

@@ -1,1 +1,1 @@
-"""Data parallelism needs nothing of the family's own: FSDP2 shards each decoder layer as transformers builds it."""
+"""No kind of parallelism needs anything of the family's own: plans are derived from the model of transformers."""
