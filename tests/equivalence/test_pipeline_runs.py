@@ -14,6 +14,7 @@ from hp_core.model.export import export_model
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.pipeline.runner import pipeline_of
 from hp_core.testing.ranks import run_ranks
+from tests.contract.texts import write_texts
 from tests.e2e.runs import recipe, steps, train
 from tests.model.tiny import FAMILIES, a_setup, build, whole
 
@@ -87,6 +88,32 @@ def test_a_group_whose_parameters_are_in_one_stage_is_that_of_all(tmp_path):
     alone = run(path, "one", *settings, out=tmp_path / "one")
     found = run(path, "pp2", *settings, out=tmp_path / "stages")
     assert steps(found) == pytest.approx(steps(alone), abs=1e-5)
+
+
+def test_a_stage_may_be_frozen_as_a_whole(tmp_path):
+    path = recipe(tmp_path)
+    frozen = "[{match: ['model.embed_tokens*', 'model.layers.0.*', 'model.layers.1.*'], frozen: true}]"
+    settings = [f"--optimizer={{name: adamw, lr: 1e-2, groups: {frozen}}}"]
+    alone = run(path, "one", *settings, out=tmp_path / "one")
+    found = run(path, "pp2", *settings, out=tmp_path / "stages")
+    assert steps(found) == pytest.approx(steps(alone), abs=1e-5)
+    assert steps(found, "grad_norm") == pytest.approx(steps(alone, "grad_norm"), rel=1e-4)
+
+
+def test_text_is_sampled_through_all_stages(tmp_path):
+    write_texts(tmp_path)
+    settings = [
+        "--loss_fn=chunked_causal_lm",
+        "--model.config.vocab_size=301",
+        f"--dataset={{name: text, files: {tmp_path}/some, max_seq_len: 16, tokenizer: bytes}}",
+        "--training.train_iters=2",
+        "--evaluation.samples={prompts: [ab], max_new_tokens: 4, temperature: 0}",
+    ]
+    path = recipe(tmp_path)
+    for layout in ("one", "pp2"):
+        run(path, layout, *settings, out=tmp_path / layout)
+    first, second = ((tmp_path / one / "samples.jsonl").read_text() for one in ("one", "pp2"))
+    assert first == second
 
 
 def test_the_last_step_of_an_epoch_has_fewer_micro_batches(tmp_path):
