@@ -265,6 +265,15 @@ class AxisPlacements(Section):
     cp: PlacementText | None = Field(None, description="On the ranks of `cp_size`.")
     ep: PlacementText | None = Field(None, description="On the ranks of `ep_size`.")
 
+    @property
+    def is_written(self) -> bool:
+        """Whether it says anything."""
+        return any(one is not None for one in (self.tp, self.cp, self.ep))
+
+    def on(self, axis: str) -> str | None:
+        """What it says of `tp`, `cp` or `ep`."""
+        return {"tp": self.tp, "cp": self.cp, "ep": self.ep}[axis]
+
 
 def _none_clears(value: Any) -> Any:
     return {} if value == NONE else value

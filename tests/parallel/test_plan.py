@@ -135,6 +135,40 @@ def test_an_mlp_that_compares_its_features_stays_whole_and_says_so():
     assert (boundary.kind, boundary.note) == ("replicated", "its activation compares all features")
 
 
+class GatedLinear(nn.Linear):
+    """A projection that learns how much it gives."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.alpha = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.alpha * super().forward(x).tanh()
+
+
+class Adapted(nn.Linear):
+    """A projection with a child, as adapters are put into it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.lora = nn.Linear(self.in_features, self.out_features)
+
+
+@pytest.mark.parametrize("kind", [GatedLinear, Adapted])
+@pytest.mark.parametrize("name", ["self_attn.o_proj", "self_attn.q_proj", "mlp.down_proj"])
+def test_a_projection_that_is_not_plain_keeps_its_region_whole(kind, name):
+    model = skeleton()
+    path, _, child = f"model.layers.0.{name}".rpartition(".")
+    region = model.get_submodule(path)
+    plain = region.get_submodule(child)
+    with torch.device("meta"):
+        region.register_module(child, kind(plain.in_features, plain.out_features, bias=False))
+    plan = derive_plan(model, 2)
+    (boundary,) = [one for one in plan.boundaries if one.fqn == path]
+    assert (boundary.kind, boundary.note) == ("replicated", f"its {child} is no plain torch.nn.Linear")
+    assert all(dim == ("replicate", False) for dim in placements(plan, f"{path}.{child}").values())
+
+
 def test_an_attention_with_fused_projections_stays_whole_and_says_so():
     model = skeleton()
     attention = model.model.layers[0].self_attn

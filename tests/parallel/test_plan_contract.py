@@ -123,6 +123,26 @@ def test_axes_of_size_1_change_nothing():
     assert plan_model(model, ParallelSizes(dp_shard=2), [CUT_HEAD]) == plan_model(model, ParallelSizes(dp_shard=2))
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        entry("*.mlp", params={"up_proj.weight": {"ep": "replicate"}}),
+        entry("*.mlp", in_src={"x": {"cp": "shard(1)"}}, in_dst={"x": {"cp": "shard(1)"}}),
+        entry("*.self_attn", out_src={"cp": "shard(1)"}, out_dst={"cp": "shard(1)"}),
+        entry("lm_head", out_src={"cp": "shard(1)"}),
+        entry("model.embed_tokens", params={"weight": {"cp": "replicate"}}),
+    ],
+)
+def test_an_axis_that_nobody_wrote_stays_as_derived(override):
+    assert planned(override) == planned()
+
+
+def test_experts_of_which_only_the_tensor_axis_is_written_stay_spread():
+    model, sizes = skeleton("qwen3_moe"), ParallelSizes(dp_shard=2, ep=2)
+    written = entry("*.experts", params={"down_proj": {"tp": "replicate"}})
+    assert plan_model(model, sizes, [written]) == plan_model(model, sizes)
+
+
 def test_experts_that_are_kept_whole():
     model = skeleton("qwen3_moe")
     sizes = ParallelSizes(dp_shard=2, ep=2)
@@ -186,6 +206,24 @@ def test_experts_that_are_kept_whole():
         (
             [entry("lm_head", params={"weight": {"tp": "shard(0)"}}, out_dst={"tp": "shard(-1)"})],
             ["plan_overrides[0].out_dst: lm_head: out_dst is shard(-1), and no module beside it takes that"],
+        ),
+        (
+            [entry("model.norm", out_src={"tp": "partial"})],
+            [
+                "plan_overrides[0].out_src: model.norm: its output is partial, and neither a parameter nor an input of it"
+            ],
+        ),
+        (
+            [entry("model.norm", in_dst={"hidden_states": {"tp": "shard(1)"}})],
+            ["plan_overrides[0].out_src: model.norm: its inputs are cut, and nothing says how its output lies; write "],
+        ),
+        (
+            [entry("model.norm", out_dst={"tp": "shard(1)"})],
+            ["plan_overrides[0].out_dst: model.norm: out_dst is shard(1), and no module beside it takes that"],
+        ),
+        (
+            [entry("lm_head", params={"weight": {}})],
+            ["plan_overrides[0].params.weight: lm_head: nothing is written of it; write {tp: replicate}, or remove it"],
         ),
         (
             [entry("*.1.mlp", in_src={"x": {"cp": "replicate"}})],

@@ -40,7 +40,15 @@ class Contract:
     def output(self, field: str) -> Placement | None:
         """The placement of the output on the tensor axis that `out_src` or `out_dst` writes; None as above."""
         written = self.override.out_src if field == "out_src" else self.override.out_dst
-        return None if written is None else _placement(written, "tp")
+        if written is None or (written.is_written and written.tp is None):
+            return None
+        return _placement(written, "tp")
+
+    @property
+    def is_of_tensors(self) -> bool:
+        """Whether it says anything of the tensor axis."""
+        inputs, outputs = map(self.inputs, ("in_src", "in_dst")), map(self.output, ("out_src", "out_dst"))
+        return any(one is not None for one in (self.params("tp"), *inputs, *outputs))
 
     @property
     def keeps_whole(self) -> bool:
@@ -94,12 +102,15 @@ def _by_name(override: PlanOverride) -> PlanOverride:
 
 
 def _placement(written: AxisPlacements, axis: str) -> Placement:
-    text = {"tp": written.tp, "cp": written.cp, "ep": written.ep}[axis]
+    text = written.on(axis)
     return REPLICATE if text is None else Placement.parse(text)
 
 
 def _on_axis(written: Mapping[str, AxisPlacements] | None, axis: str) -> dict[str, Placement] | None:
-    return None if written is None else {name: _placement(one, axis) for name, one in written.items()}
+    """Placements by name; None where no name has one on this axis, unless all is cleared."""
+    if written is None or (written and all(one.on(axis) is None for one in written.values())):
+        return None
+    return {name: _placement(one, axis) for name, one in written.items()}
 
 
 def _misnamed(one: Claim) -> Iterator[Problem]:
@@ -110,6 +121,8 @@ def _misnamed(one: Claim) -> Iterator[Problem]:
             hint = did_you_mean(name, list(parameters)) or f"it has {', '.join(parameters) or 'none'}"
             yield contract.problem(f"params.{name}", f"{type(one.module).__name__} has no parameter {name!r}", hint)
         yield from _meaningless(contract, f"params.{name}", written, cp=("replicate",), ep=("replicate", "shard(0)"))
+        if not written.is_written:
+            yield contract.problem(f"params.{name}", "nothing is written of it", "write {tp: replicate}, or remove it")
         if written.tp == "partial":
             hint = "write replicate or shard(N)"
             yield contract.problem(f"params.{name}.tp", "a parameter is no summand", hint)

@@ -24,6 +24,7 @@ from hp_core.parallel.plan.roles import (
     LatentAttention,
     Roles,
     SparseMLP,
+    is_plain,
     roles_of,
 )
 from hp_core.parallel.plan.sequence import on_sequences
@@ -138,6 +139,9 @@ def _regions(model: PreTrainedModel, whole: Mapping[str, str]) -> Iterator[_Regi
 
 
 def _region(fqn: str, module: nn.Module, roles: Roles) -> _Region:
+    projections = {**roles.columns, roles.row: roles.row_linear}
+    if own := [name for name, linear in projections.items() if not is_plain(linear, nn.Linear)]:
+        return _Region(fqn, module, roles, note=f"its {own[0]} is no plain torch.nn.Linear")
     others = {name: one for name, one in module.named_parameters() if name.partition(".")[0] not in _cut(roles)}
     if isinstance(module, LatentAttention):
         unknown = sorted(name for name in others if name.partition(".")[0] not in LATENT_PARTS)

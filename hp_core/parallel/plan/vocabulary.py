@@ -12,6 +12,7 @@ from hp_core.errors import InputError, Problem
 from hp_core.parallel.plan.boundary import Boundary, ParameterPlan
 from hp_core.parallel.plan.contract import Contract
 from hp_core.parallel.plan.edge import PARTIAL, REPLICATE, Edge, shard
+from hp_core.parallel.plan.roles import is_plain
 
 _PATH = "accelerator.loss_parallel"
 
@@ -33,7 +34,9 @@ def with_vocabulary(
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: fqn for fqn, module in model.named_modules()}
-    written = {module: one.path for one in contracts for module in model.get_submodule(one.fqn).modules()}
+    written = {
+        module: one.path for one in contracts if one.is_of_tensors for module in model.get_submodule(one.fqn).modules()
+    }
     why_embedding, why_head = (
         f"it is left to {written[module]}" if module in written else _why_whole(module, plain, tp_size)
         for module, plain in ((embedding, nn.Embedding), (head, nn.Linear))
@@ -91,7 +94,7 @@ def _why_whole(module: nn.Module | None, plain: type[nn.Embedding] | type[nn.Lin
     """Why a module isn't cut by vocabulary; empty where it is."""
     if module is None:
         return ""
-    if not isinstance(module, plain) or type(module).forward is not plain.forward or "forward" in vars(module):
+    if not is_plain(module, plain):
         return f"it is no plain torch.nn.{plain.__name__}"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
         return "it changes its rows or their gradients by how often tokens come"

@@ -13,6 +13,7 @@ from hp_core.errors import InputError, Problem
 from hp_core.parallel.plan.boundary import Boundary, ParameterPlan
 from hp_core.parallel.plan.contract import Contract, grouped
 from hp_core.parallel.plan.edge import PARTIAL, REPLICATE, Edge, Placement, conversion, shard
+from hp_core.parallel.plan.roles import is_plain
 
 _REGIONS = ("attention", "mlp")
 
@@ -29,6 +30,8 @@ def with_contracts(
     problems: list[Problem] = []
     found = list(boundaries)
     for contract in contracts:
+        if not contract.is_of_tensors:
+            continue
         writing = _Writing(model, contract, tp_size, found)
         own = list(writing.problems())
         problems += own
@@ -72,7 +75,12 @@ class _Writing:
     @property
     def changes_anything(self) -> bool:
         """Whether the module is more than computed whole on every rank, or was."""
-        return self.is_shared or any(REPLICATE not in edge for edge in self.inputs.values())
+        return self.is_shared or any(edge != (REPLICATE, REPLICATE) for edge in (self.output, *self.inputs.values()))
+
+    @property
+    def _has_cut(self) -> bool:
+        """Whether a rank computes on parts, of parameters or of inputs."""
+        return bool(self.cuts) or any(dst.kind == "shard" for _, dst in self.inputs.values())
 
     def problems(self) -> Iterator[Problem]:
         """Everything that is wrong with it."""
@@ -148,7 +156,7 @@ class _Writing:
         rows = [
             name
             for name, child in self.module.named_modules()
-            if isinstance(child, nn.Linear) and self._dim(name, child.weight) == 1
+            if isinstance(child, nn.Linear) and is_plain(child, nn.Linear) and self._dim(name, child.weight) == 1
         ]
         return rows[0] if len(rows) == 1 else None
 
@@ -198,6 +206,8 @@ class _Writing:
                 works = ", ".join(str(size) for size in range(1, min(64, shape[dim]) + 1) if shape[dim] % size == 0)
                 message = f"{shape[dim]} of {name} can't be shared by {self.tp_size} ranks"
                 yield self.contract.problem(path, message, f"tp_size that would: {works}")
+            else:
+                yield from self._wrong_cut(name, dim % len(shape))
         for name, child in self.module.named_modules():
             bias = f"{name}.bias" if name else "bias"
             is_cut = isinstance(child, nn.Linear) and self._dim(name, child.weight) == 0
@@ -205,11 +215,25 @@ class _Writing:
                 hint = f"write {bias}: {{tp: shard(0)}}"
                 yield self.contract.problem("params", f"the weight of {name or 'it'} is cut and its bias is not", hint)
 
+    def _wrong_cut(self, name: str, dim: int) -> Iterator[Problem]:
+        """Cuts that the module which holds the parameter doesn't compute with."""
+        path, _, leaf = name.rpartition(".")
+        owner = self.module.get_submodule(path)
+        if isinstance(owner, nn.Linear) and dim == 1 and leaf == "weight" and not is_plain(owner, nn.Linear):
+            message = f"{path or 'it'} is no plain torch.nn.Linear, so that its outputs may be no summands"
+            yield self.contract.problem(f"params.{name}", message, "leave it whole")
+
     def _wrong_edges(self) -> Iterator[Problem]:
         src, dst = self.output
-        if self.cuts and src == REPLICATE:
-            message = "its parameters are cut, and nothing says how its output lies"
+        if self._has_cut and src == REPLICATE:
+            cut = "parameters" if self.cuts else "inputs"
+            message = f"its {cut} are cut, and nothing says how its output lies"
             yield self.contract.problem("out_src", message, "write out_src: {tp: partial} or {tp: shard(-1)}")
+        elif not self._has_cut and src != REPLICATE:
+            message = f"its output is {src}, and neither a parameter nor an input of it is cut"
+            yield self.contract.problem(
+                "out_src", message, "write out_src: {tp: replicate}, or cut what it computes with"
+            )
         elif not _crosses(src, dst):
             yield self.contract.problem("out_dst", f"nothing makes {dst} of {src}", "write out_dst: {tp: replicate}")
         for name, (before, after) in self.inputs.items():
