@@ -209,9 +209,7 @@ def test_experts_that_are_kept_whole():
         ),
         (
             [entry("model.norm", out_src={"tp": "partial"})],
-            [
-                "plan_overrides[0].out_src: model.norm: its output is partial, and neither a parameter nor an input of it"
-            ],
+            ["plan_overrides[0].out_src: model.norm: its output is partial, and neither a parameter nor an input"],
         ),
         (
             [entry("model.norm", in_dst={"hidden_states": {"tp": "shard(1)"}})],

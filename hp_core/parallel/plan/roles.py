@@ -70,11 +70,11 @@ def roles_of(fqn: str, module: nn.Module, tp_plan: Mapping[str, str]) -> Roles |
     return Roles({name: linears[name] for name in linears if name in columns}, rows[0], linears[rows[0]])
 
 
-def is_plain(module: nn.Module, plain: type[nn.Linear] | type[nn.Embedding]) -> bool:
+def is_plain(module: nn.Linear | nn.Embedding, plain: type[nn.Linear] | type[nn.Embedding]) -> bool:
     """Whether a module computes just as torch's class does, so that it does so on a part of its weight, too."""
     is_own = type(module).forward is not plain.forward or "forward" in vars(module)
     named = {name for name, _ in module.named_parameters()}
-    return isinstance(module, plain) and not is_own and named <= {"weight", "bias"} and not list(module.children())
+    return not is_own and named <= {"weight", "bias"} and not list(module.children())
 
 
 def _style(fqn: str, tp_plan: Mapping[str, str]) -> str | None:

@@ -94,7 +94,7 @@ def _why_whole(module: nn.Module | None, plain: type[nn.Embedding] | type[nn.Lin
     """Why a module isn't cut by vocabulary; empty where it is."""
     if module is None:
         return ""
-    if not is_plain(module, plain):
+    if not isinstance(module, plain) or not is_plain(module, plain):
         return f"it is no plain torch.nn.{plain.__name__}"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
         return "it changes its rows or their gradients by how often tokens come"
