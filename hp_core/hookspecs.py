@@ -122,7 +122,7 @@ def build_loss(config: Any) -> Any:
 def bind_model(loss_fn: Any, model: Any, distributed_setup: Any) -> None:
     """Let a loss take hold of the model it will work with.
 
-    When: once in a run, after `build_loss`, when nothing about the model changes any more.
+    When: once in a run (with pipeline ranks first with a tiny model, to try the loss), when the model is final.
     Ranks: every rank.
 
     Args:

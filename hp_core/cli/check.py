@@ -25,12 +25,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "-p", "--plugin", action="append", default=[], metavar="NAME", help="a plugin to activate besides the recipe's"
     )
+    parser.add_argument("--nproc", type=int, metavar="N", help="processes on this host (launch.nproc)")
     parser.set_defaults(func=run, takes_overrides=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the recipe, load its plugins and try its loss; raises `InputError` with every problem."""
-    recipe = checked_recipe(args.recipe, args.overrides, args.plugin)
+    overrides = [*args.overrides, *([] if args.nproc is None else [f"--launch.nproc={args.nproc}"])]
+    recipe = checked_recipe(args.recipe, overrides, args.plugin, with_class=True)
     remarks = checked_loss(recipe, args.plugin)
     print(f"{args.recipe}: ok")
     print(summary(recipe.config))

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 
 def checked_recipe(
-    path: str, overrides: Sequence[str], extra_plugins: Sequence[str] = (), world_size: int | None = None
+    path: str,
+    overrides: Sequence[str],
+    extra_plugins: Sequence[str] = (),
+    world_size: int | None = None,
+    *,
+    with_class: bool = False,
 ) -> Recipe:
     """Load the recipe, try its plugins, and fit its sizes to the processes.
 
@@ -23,10 +28,12 @@ def checked_recipe(
         overrides: dotted options, as typed.
         extra_plugins: plugins named on the command line besides the recipe's.
         world_size: the processes there are; without it, those that the recipe would start.
+        with_class: ask the model's class for the values that the recipe leaves to it, which imports transformers.
 
     Raises `InputError` with every problem.
     """
     from hp_core.config.loader import examine
+    from hp_core.parallel.known import full_config
     from hp_core.parallel.sizes import check_sizes
 
     found = examine(path, overrides)
@@ -36,7 +43,8 @@ def checked_recipe(
     if found.recipe is None:
         raise InputError(found.problems)
     try:
-        check_sizes(found.recipe.config, world_size or found.recipe.config.launch.nproc)
+        config = found.recipe.config
+        check_sizes(config, world_size or config.launch.nproc, full_config(config.model) if with_class else None)
     except InputError as error:
         raise found.recipe.located(error) from error
     return found.recipe

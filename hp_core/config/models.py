@@ -137,6 +137,10 @@ class AcceleratorConfig(Section):
             value, default = values.get(key), cls.model_fields[key].default
             if values.get("cp_size", 1) == 1 and isinstance(value, str) and value != default:
                 yield Conflict(f"{value!r} has no effect with cp_size 1", key, f"write cp_size, or remove '{key}'")
+        for key in ("pp_schedule", "pp_stages_per_rank"):
+            value, default = values.get(key), cls.model_fields[key].default
+            if values.get("pp_size", 1) == 1 and value not in (None, default):
+                yield Conflict(f"{value!r} has no effect with pp_size 1", key, f"write pp_size, or remove '{key}'")
 
 
 class FsdpConfig(Section):

@@ -19,7 +19,7 @@ from hp_core.parallel.expert.dispatch import Dispatch
 from hp_core.parallel.expert.experts import spread_experts
 from hp_core.parallel.pipeline.runner import members_of, pipeline_of
 from hp_core.parallel.plan.layout import expert_shard_dim, fsdp_dim, unsharable_experts
-from hp_core.parallel.prefetch import prefetch_blocks
+from hp_core.parallel.prefetch import prefetch_blocks, require_depths
 from hp_core.parallel.setup import DistributedSetup
 
 
@@ -36,6 +36,9 @@ def shard_model(model: nn.Module, setup: DistributedSetup) -> None:
     if setup.expert_mesh is not None:
         _shard_experts(model, setup, setup.expert_mesh, policy or MixedPrecisionPolicy())
     pipeline, reshards = pipeline_of(model), _reshards(setup)
+    if pipeline is not None:
+        # All ranks refuse what is too much for one of them.
+        require_depths(setup.fsdp, min(map(len, pipeline.split)), "the smallest stage")
     roots: list[nn.Module] = [model] if pipeline is None else [stage.view for stage in pipeline.stages]
     for root in roots:
         units = blocks(root)

@@ -20,6 +20,24 @@ def known_config(model: Target) -> Mapping[str, Any]:
     return {**stored, **written} if isinstance(written, Mapping) else stored
 
 
+def full_config(model: Target) -> Mapping[str, Any] | None:
+    """`known_config` with the values of the model's class where nothing else is said; None if it isn't known.
+
+    It imports transformers.
+    """
+    from transformers import AutoConfig
+
+    values = dict(known_config(model))
+    model_type = values.pop("model_type", None)
+    if not isinstance(model_type, str):
+        return None
+    try:
+        found: dict[str, Any] = AutoConfig.for_model(model_type, **values).to_dict()
+    except Exception:
+        return None  # building the model tells what is wrong
+    return found
+
+
 def _stored(pretrained: Any) -> Mapping[str, Any]:
     path = Path(pretrained).expanduser() / "config.json" if isinstance(pretrained, str) else None
     if path is None or not path.is_file():

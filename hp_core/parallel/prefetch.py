@@ -26,26 +26,34 @@ def prefetch_blocks(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], c
     Raises:
         InputError: there are fewer blocks than are to be gathered ahead.
     """
-    depths = {"forward_prefetch": config.forward_prefetch, "backward_prefetch": config.backward_prefetch}
     lists = [[block for _, block in members] for _, members in groupby(blocks, lambda one: one[0].rpartition(".")[0])]
-    longest = max(map(len, lists), default=0)
-    problems = [
-        Problem(
-            f"{depth} layers can't be gathered ahead of another: the model has {longest}",
-            path=f"fsdp_config.{key}",
-            hint=f"use at most {longest}",
-        )
-        for key, depth in depths.items()
-        if depth > max(1, longest)
-    ]
-    if problems:
-        raise InputError(problems)
+    require_depths(config, max(map(len, lists), default=0))
     for members in lists:
         # The root runs first in both passes.
         start = [model] if len(lists) == 1 else []
         _chain([*start, *members], config.forward_prefetch, forward=True)
         if config.backward_prefetch > 1:
             _chain([*start, *reversed(members)], config.backward_prefetch, forward=False)
+
+
+def require_depths(config: FsdpConfig, num_layers: int, of: str = "the model") -> None:
+    """Refuse to gather more layers ahead than there are.
+
+    Raises:
+        InputError: `forward_prefetch` or `backward_prefetch` is larger.
+    """
+    depths = {"forward_prefetch": config.forward_prefetch, "backward_prefetch": config.backward_prefetch}
+    problems = [
+        Problem(
+            f"{depth} layers can't be gathered ahead of another: {of} has {num_layers}",
+            path=f"fsdp_config.{key}",
+            hint=f"use at most {num_layers}",
+        )
+        for key, depth in depths.items()
+        if depth > max(1, num_layers)
+    ]
+    if problems:
+        raise InputError(problems)
 
 
 def _chain(order: Sequence[nn.Module], depth: int, *, forward: bool) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.environment import ProcessEnvironment
-from hp_core.parallel.pipeline.schedules import SCHEDULES
+from hp_core.parallel.pipeline.schedules import SCHEDULES, num_stages
 from hp_core.parallel.sizes import ParallelSizes, parallel_sizes
 
 if TYPE_CHECKING:
@@ -117,10 +117,8 @@ class DistributedSetup:
     @property
     def has_last_stage(self) -> bool:
         """Whether this rank has the model's head, and so computes the loss; True without pipeline ranks."""
-        pp_size = self.sizes.pp
         schedule = SCHEDULES[self.accelerator.pp_schedule]
-        num_stages = pp_size * (self.accelerator.pp_stages_per_rank or schedule.stages_per_rank)
-        return self.axis_rank("pp") == schedule.rank_of(num_stages - 1, pp_size)
+        return self.axis_rank("pp") == schedule.rank_of(num_stages(self.accelerator, self.sizes.pp) - 1, self.sizes.pp)
 
     def sum_on_host(self, values: list[int]) -> list[int]:
         """Sum integers exactly (int64) over the ranks that count tokens, without touching the accelerator."""
@@ -176,6 +174,8 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
         torch.cuda.set_device(device)
     # A parameter that two axes share along one dimension is gathered in two steps; every rank would warn of it.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # What fails in a stage is told once; torch would print the whole schedule before.
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     dist.init_process_group(
         backend,
         store=_store(environment, limit),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
+from typing import Any
 
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, TrainerConfig
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.context.method import head_problems
-from hp_core.parallel.expert.count import indivisible, known_num_experts
+from hp_core.parallel.expert.count import expert_problems
 from hp_core.parallel.known import known_config
 from hp_core.parallel.pipeline.sizes import pipeline_problems, stage_problems
 from hp_core.parallel.plan.shapes import sizes_in_config
@@ -70,22 +71,34 @@ def parallel_sizes(config: TrainerConfig, world_size: int) -> ParallelSizes:
     return ParallelSizes(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=accelerator.ep_size)
 
 
-def check_sizes(config: TrainerConfig, world_size: int) -> None:
+def check_sizes(config: TrainerConfig, world_size: int, model: Mapping[str, Any] | None = None) -> None:
     """Refuse sizes that don't fit `world_size` ranks or the recipe's model, all of them at once.
+
+    Args:
+        config: the recipe.
+        world_size: the number of ranks.
+        model: all values of the model's configuration, if they are known; else those that the recipe writes count.
 
     Raises:
         InputError: with what would work, for each.
     """
     problems = list(_problems(config, world_size))
-    num_experts, ep_size = known_num_experts(config.model), config.accelerator.ep_size
-    if num_experts is not None and (problem := indivisible(num_experts, ep_size)):
-        problems.append(problem)
-    known_sizes = sizes_in_config(known_config(config.model))
-    problems += known_sizes.problems(config.accelerator.tp_size)
-    problems += head_problems(known_sizes, config.accelerator)
-    problems += stage_problems(config.accelerator, known_config(config.model))
+    accelerator, values = config.accelerator, known_config(config.model) if model is None else model
+    problems += expert_problems(values, accelerator.ep_size, is_complete=model is not None)
+    known_sizes = sizes_in_config(values)
+    problems += known_sizes.problems(accelerator.tp_size)
+    problems += head_problems(known_sizes, accelerator)
+    problems += stage_problems(accelerator, values)
+    problems += _attention_problems(config)
     if problems:
         raise InputError(problems)
+
+
+def _attention_problems(config: TrainerConfig) -> Iterator[Problem]:
+    written = config.model.arguments.get("attn_implementation", "sdpa")
+    if config.accelerator.cp_size > 1 and written != "sdpa":
+        message = f"context parallelism needs the attention of torch, and the model uses {written!r}"
+        yield Problem(message, path="accelerator.cp_size", hint="write model.attn_implementation: sdpa")
 
 
 def _problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:

@@ -146,6 +146,7 @@ class StepLoss:
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     terms: dict[str, torch.Tensor] = field(default_factory=dict)
     per_micro_batch: list[torch.Tensor] = field(default_factory=list)
+    alone: list[torch.Tensor] = field(default_factory=list)
     num_counted: int = 0
 
     def weigh(
@@ -193,6 +194,12 @@ class StepLoss:
             self.terms[name] = self.terms.get(name, torch.zeros((), device=share.device)) + share.detach().float()
         return list(terms.values())
 
+    def add_terms_alone(self, terms: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """`add_terms` of a stage that has no loss besides."""
+        shares = self.add_terms(terms)
+        self.alone += [share.detach() for share in shares]
+        return shares
+
     def fill(self, names: Iterable[str]) -> None:
         """Have a zero for each of the names that other stages of a pipeline gave."""
         device = next((one.device for one in self.logged.values()), torch.device("cpu"))
@@ -220,10 +227,11 @@ class StepLoss:
         return {**self.parts, **self.terms}
 
     def num_nonfinite(self, device: torch.device) -> torch.Tensor:
-        """How many of this rank's micro-batches have a loss that is not finite, as a scalar on the device."""
-        if not self.per_micro_batch:
+        """How many of this rank's losses of micro-batches, or terms without one, are not finite: a scalar."""
+        values = [*self.per_micro_batch, *(one.float() for one in self.alone)]
+        if not values:
             return torch.zeros((), device=device)
-        return (~torch.stack(self.per_micro_batch).isfinite()).sum()
+        return (~torch.stack(values).isfinite()).sum()
 
 
 def counted_value(

@@ -106,6 +106,20 @@ class HasStepTerms(Protocol):
 
 
 @runtime_checkable
+class HasTermsInStages(Protocol):
+    """A loss with step terms of all stages of a pipeline, such as those of the routers in any layer.
+
+    Its `step_statistics` and `step_terms` are called in every stage, where `model_output` has hidden states for
+    logits; those of other losses in the last one alone.
+    """
+
+    @property
+    def terms_in_stages(self) -> bool:
+        """Whether it does."""
+        ...
+
+
+@runtime_checkable
 class ComputesOnShards(Protocol):
     """A loss that knows how to ask for, and read, the logits of a rank's part of the vocabulary."""
 

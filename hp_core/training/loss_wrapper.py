@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hp_core.errors import RunError
-from hp_core.training.loss import BindsModel, HasStepTerms, PreparesModelInputs, contract_of
+from hp_core.training.loss import BindsModel, HasStepTerms, HasTermsInStages, PreparesModelInputs, contract_of
 
 
 class LossWrapper(nn.Module):
@@ -47,6 +47,11 @@ class LossWrapper(nn.Module):
     def needs_statistics(self) -> bool:
         """Whether the other loss has terms that depend on statistics of the step."""
         return isinstance(self.loss_fn, HasStepTerms) and self.loss_fn.needs_statistics
+
+    @property
+    def terms_in_stages(self) -> bool:
+        """Whether the other loss has terms in all stages of a pipeline."""
+        return isinstance(self.loss_fn, HasTermsInStages) and self.loss_fn.terms_in_stages
 
     def step_statistics(self, *, model_output: Any, real_tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """The other loss's statistics."""

@@ -40,7 +40,7 @@ class RunState:
 
 
 def seed_everything(seed: int, rank: int, step: int = 0) -> None:
-    """Seed python, numpy and torch for dropout and the like: a stream of its own for each data rank.
+    """Seed python, numpy and torch for dropout and the like: a stream of its own for each `rank`.
 
     Parameters don't depend on it; they have streams of their own (`hp_core.model.initialize`).
     """

@@ -17,7 +17,7 @@ from hp_core.parallel.pipeline.stages import Stage
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepLoss
 from hp_core.training.in_stages import filled_up, tokens_of, with_gradient_of
-from hp_core.training.loss import HasStepTerms
+from hp_core.training.loss import HasStepTerms, HasTermsInStages
 from hp_core.training.state import random_state, restore_random_state
 
 Statistics = dict[str, torch.Tensor]
@@ -125,9 +125,9 @@ def _accumulate_in_stages(
 ) -> None:
     def compute(stage: Stage, micro_batch: MicroBatch) -> torch.Tensor:
         outputs, loss_inputs = passes.forward(micro_batch)
-        shares = terms.of(micro_batch, outputs)
+        shares = terms.of(micro_batch, outputs, is_whole=stage.is_last)
         if not stage.is_last:
-            return with_gradient_of(outputs.logits, step_loss.add_terms(shares))
+            return with_gradient_of(outputs.logits, step_loss.add_terms_alone(shares))
         return step_loss.weigh(passes.loss(outputs, loss_inputs), outputs, micro_batch, shares)
 
     jobs = filled_up(micro_batches, pipeline.num_taken(len(micro_batches)))
@@ -142,6 +142,7 @@ class _Terms:
         self._counts = step_loss.counts
         self._setup = setup
         self._statistics: Statistics | None = None
+        self._in_stages = isinstance(passes.loss_fn, HasTermsInStages) and passes.loss_fn.terms_in_stages
 
     def look_ahead(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run every micro-batch forward once, for the statistics alone.
@@ -152,18 +153,21 @@ class _Terms:
         if not (isinstance(loss_fn, HasStepTerms) and loss_fn.needs_statistics):
             return
         random, found = random_state(), []
+
+        def look(micro_batch: MicroBatch, one: Forward) -> None:
+            if one.is_whole or self._in_stages:
+                found.append(self._own_statistics(loss_fn, micro_batch, one.outputs))
+
         with torch.no_grad():
-            self._passes.run_forward(
-                micro_batches, lambda one, pass_: found.append(self._own_statistics(loss_fn, one, pass_.outputs))
-            )
+            self._passes.run_forward(micro_batches, look)
         reshard(self._passes.model)
         restore_random_state(random)
         self._statistics = self._summed(found)
 
-    def of(self, micro_batch: MicroBatch, outputs: Any) -> dict[str, torch.Tensor]:
-        """The micro-batch's shares of the terms."""
+    def of(self, micro_batch: MicroBatch, outputs: Any, *, is_whole: bool = True) -> dict[str, torch.Tensor]:
+        """The micro-batch's shares of the terms; before the last stage, if the loss says that it has any there."""
         loss_fn = self._passes.loss_fn
-        if not isinstance(loss_fn, HasStepTerms):
+        if not isinstance(loss_fn, HasStepTerms) or not (is_whole or self._in_stages):
             return {}
         if self._statistics is None and loss_fn.needs_statistics:
             self._statistics = self._summed([self._own_statistics(loss_fn, micro_batch, outputs)])
@@ -180,10 +184,15 @@ class _Terms:
         return loss_fn.step_statistics(model_output=outputs, real_tokens=real_tokens)
 
     def _summed(self, found: Sequence[Mapping[str, torch.Tensor]]) -> Statistics:
-        # A stage may have no part in them: then its loss gives zeros.
-        names = sorted(found[0])
-        summed = [torch.stack([one[name].double() for one in found]).sum(0) for name in names]
-        return dict(zip(names, self._setup.sum_tensors(summed), strict=True))
+        own = {name: torch.stack([one[name].double() for one in found]).sum(0) for name in (found[0] if found else {})}
+        shapes = {name: tuple(one.shape) for name, one in own.items()}
+        if self._setup.sizes.pp > 1:
+            # A stage may have no part in them, and gives zeros.
+            shapes = {name: shape for one in gathered(shapes, self._setup) for name, shape in one.items()}
+        names = sorted(shapes)
+        zeros = {name: torch.zeros(shapes[name], dtype=torch.float64, device=self._setup.device) for name in names}
+        summed = self._setup.sum_tensors([own.get(name, zeros[name]) for name in names])
+        return dict(zip(names, summed, strict=True))
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._setup.device, non_blocking=True)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.agreement import gathered
+from hp_core.parallel.pipeline.runner import pipeline_of
 from hp_core.parallel.setup import DistributedSetup
 from hp_plugins.losses.objective import at_least_fp32
 from hp_plugins.losses.router_probe import HINT, Routing, Scores, find_routers, score_function
@@ -85,8 +86,7 @@ class RouterLosses:
         # All ranks but those of a pipeline have the same routers.
         pp_size = 1 if setup is None else setup.sizes.pp
         num_routers = sum(number for number, _ in everywhere) * pp_size // len(everywhere)
-        recording = RouterRecording(routers, in_stages=pp_size > 1)
-        self._bound = _Bound(recording, *known, num_routers, balance, self._z)
+        self._bound = _Bound(RouterRecording(routers, pipeline_of(model)), *known, num_routers, balance, self._z)
 
     def arm(self) -> None:
         """Record the model's next call, of which the terms are to be taken."""

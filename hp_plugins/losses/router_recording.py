@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hp_core.errors import RunError
+from hp_core.parallel.pipeline.runner import Pipeline
 from hp_plugins.losses.router_probe import Router, Routing
 
 
@@ -25,10 +26,10 @@ class RouterRecording:
     A checkpointed layer runs again in the backward pass, which would count its tokens twice.
     """
 
-    def __init__(self, routers: list[Router], *, in_stages: bool = False) -> None:
-        """Listen to `routers`, of which a pass calls those of one stage alone if they are `in_stages`."""
+    def __init__(self, routers: list[Router], pipeline: Pipeline | None = None) -> None:
+        """Listen to `routers`, of which a pass calls those of one stage alone in a `pipeline`."""
         self._routers = routers
-        self._in_stages = in_stages
+        self._pipeline = pipeline
         self._records: list[list[_Record]] | None = None
         self._handles = [self._listen(number, router) for number, router in enumerate(routers)]
 
@@ -64,7 +65,7 @@ class RouterRecording:
         return [
             _only(router, records, num_tokens)
             for router, records in zip(self._routers, self._records, strict=True)
-            if records or not self._in_stages
+            if self._pipeline is None or self._pipeline.runs(router.module)
         ]
 
     def _listen(self, number: int, router: Router) -> RemovableHandle:

@@ -19,6 +19,7 @@ class TokenLoss(nn.Module):
     """
 
     reduction = "sum"
+    terms_in_stages = True
 
     def __init__(
         self, ignore_index: int, token_weights: str | None, router_balance: float | None, router_z_loss: float

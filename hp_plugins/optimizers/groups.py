@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
@@ -72,6 +72,7 @@ def parameter_groups(
     exempt = not_decayed(model)
     claims = _claims(model, groups)
     buckets: dict[tuple[float, float], list[nn.Parameter]] = {}
+    first: dict[tuple[float, float], str] = {}
     for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
@@ -81,10 +82,22 @@ def parameter_groups(
             rate = rate if group.lr is None else group.lr
             decay = decay if group.weight_decay is None else group.weight_decay
         buckets.setdefault((rate, decay), []).append(parameter)
-    pipeline = pipeline_of(model)
-    # A schedule knows groups by their number, so all stages have the same.
-    kinds = list(buckets) if pipeline is None else pipeline.agreed(buckets)
+        first.setdefault((rate, decay), name)
+    kinds = _in_order(model, first)
     return [{"params": buckets.get((rate, decay), []), "lr": rate, "weight_decay": decay} for rate, decay in kinds]
+
+
+def _in_order(model: nn.Module, first: Mapping[tuple[float, float], str]) -> list[tuple[float, float]]:
+    """The kinds of groups by their first parameter in the whole model.
+
+    A schedule knows groups by their number, so all stages of a pipeline have the same in one order.
+    """
+    pipeline = pipeline_of(model)
+    if pipeline is None:
+        return list(first)
+    places = {name: place for place, name in enumerate(pipeline.parameter_names)}
+    found = pipeline.agreed((places[name], kind) for kind, name in first.items())
+    return list(dict.fromkeys(kind for _, kind in sorted(found)))
 
 
 def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
@@ -97,12 +110,16 @@ def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
     for name, parameter in model.named_parameters():
         if name in claims and groups[claims[name]].frozen:
             parameter.requires_grad_(False)
-    pipeline = pipeline_of(model)
-    learns = [any(parameter.requires_grad for parameter in model.parameters())]
-    if not any(learns if pipeline is None else pipeline.agreed(learns)):
+    if not anywhere(model, any(parameter.requires_grad for parameter in model.parameters())):
         raise ArgumentError(
             "groups", "every parameter is frozen: nothing is left to train", "drop `frozen: true` from a group"
         )
+
+
+def anywhere(model: nn.Module, holds: bool) -> bool:
+    """Whether something holds for this rank's part of the model, or for another stage's. Every rank calls it."""
+    pipeline = pipeline_of(model)
+    return holds if pipeline is None else any(pipeline.agreed([holds]))
 
 
 def _claims(model: nn.Module, groups: Sequence[ParameterGroup]) -> dict[str, int]:

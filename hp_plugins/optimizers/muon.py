@@ -17,6 +17,7 @@ from hp_plugins.optimizers.chained import ChainedOptimizer
 from hp_plugins.optimizers.groups import (
     Beta,
     ParameterGroup,
+    anywhere,
     embeddings_and_head,
     freeze,
     not_decayed,
@@ -68,7 +69,7 @@ class Muon:
         candidates = stacks_of_matrices(model) | {parameter for _, parameter in named if parameter.ndim == 2}
         candidates -= vectors
         matrices = [(name, p) for name, p in named if p.requires_grad and p in candidates]
-        if not matrices:
+        if not anywhere(model, bool(matrices)):
             raise ArgumentError("name", "the model has no trainable matrix for Muon", "write name: adamw")
         chosen = {parameter for _, parameter in matrices}
         others = [(name, parameter) for name, parameter in named if parameter not in chosen]

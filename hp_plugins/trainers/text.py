@@ -39,6 +39,16 @@ class TextTrainer(BaseTrainer):
         tokenizer = self.config.dataset.tokenizer
         self.tokenizer = tokenizer.build() if tokenizer is not None else None
 
+    def _build_loss(self) -> None:
+        if self.setup.sizes.pp > 1:
+            # No rank has both the tokens and the loss. Before the loss of the run is bound: the last model counts.
+            self._say(try_alone(self.config, self.run.plugins, self.setup))
+        super()._build_loss()
+
+    def _say(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.run.console.say(line)
+
     def _build_dataset(self) -> None:
         super()._build_dataset()
         self.tokenizer = self.datasets.tokenizer or self.tokenizer
@@ -47,16 +57,13 @@ class TextTrainer(BaseTrainer):
             _check_vocabulary(self.model, self.tokenizer)
         check_isolation(self.model, self.setup.device)
         check_shift(self._model_loss, self.setup.device)
-        for warning in self._try_loss():
-            self.run.console.say(warning)
+        if self.setup.sizes.pp == 1:
+            self._say(self._try_loss())
         if self.config.evaluation.samples.prompts and not isinstance(self.tokenizer, Tokenizer):
             raise InputError(Problem("sampling text needs dataset.tokenizer", path="evaluation.samples.prompts"))
 
     def _try_loss(self) -> list[str]:
         """Refuse a loss that does something else than it declares; return what may be wrong with it."""
-        if self.setup.sizes.pp > 1:
-            # No rank has both the tokens and the loss.
-            return try_alone(self.config, self.run.plugins, self.setup)
         bound = (self.loss_fn, self.model, self.contract, self._tiny_loss, self.datasets.train)
         with told_of_the_loss(f"{type(self.loss_fn).__name__} can't be called on a tiny batch"):
             warnings = check_loss(*bound, self.setup)

@@ -91,6 +91,38 @@ def test_a_step_of_fewer_micro_batches_than_stages_is_filled_up():
     assert_same(found_on(case("llama"), layout), alone("llama"))
 
 
+def test_the_chunked_loss_with_a_head_behind_another_stage_of_its_rank():
+    chunked = case("llama", loss=ChunkedCausalLMLoss, arguments={"chunk_size": 5})
+    assert_same(found_on(chunked, Layout(2, SCHEDULES["interleaved"], num_micro_batches=4)), alone("llama"))
+
+
+def test_a_mixture_whose_model_would_return_what_its_routers_gave():
+    gathers = Case("qwen3_moe", config={**LAYERS, "output_router_logits": True, "router_aux_loss_coef": 0.01})
+    assert_same(found_on(gathers, Layout(2, PP2, num_micro_batches=4)), found_on(gathers, Layout()))
+
+
+class Penalised(CausalLMLoss):
+    """A loss with a term of the step that is made of logits, and of what all of them sum to."""
+
+    terms_in_stages = False
+    needs_statistics = True
+
+    def step_statistics(self, *, model_output, real_tokens):
+        return {"total": (model_output.logits.double().square() * real_tokens[..., None]).sum()}
+
+    def step_terms(self, *, model_output, real_tokens, num_real_tokens, statistics):
+        own = (model_output.logits.square() * real_tokens[..., None]).sum()
+        return {"penalty": own * float(statistics["total"]) * 5e-5 / num_real_tokens}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_terms_of_the_step_are_made_of_the_logits_of_the_last_stage(schedule):
+    penalised = case("llama", loss=Penalised)
+    wanted = found_on(penalised, Layout())
+    assert wanted.loss > alone("llama").loss + 1e-3
+    assert_same(found_on(penalised, Layout(2, SCHEDULES[schedule], num_micro_batches=4)), wanted)
+
+
 @pytest.mark.parametrize("loss", [CausalLMLoss, ChunkedCausalLMLoss])
 @pytest.mark.parametrize(
     "layout",

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from hp_core.config.models import AcceleratorConfig
+from hp_core.errors import InputError
 from hp_core.model.export import export_model
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.pipeline.runner import pipeline_of
@@ -90,6 +92,20 @@ def test_a_group_whose_parameters_are_in_one_stage_is_that_of_all(tmp_path):
     assert steps(found) == pytest.approx(steps(alone), abs=1e-5)
 
 
+def test_groups_are_in_the_order_of_the_model_in_every_stage(tmp_path):
+    """Their rates are restored by number. Layers 1 and 2 are on the second and the first rank."""
+    path = recipe(tmp_path)
+    groups = "[{match: 'model.layers.1.*', lr: 0.1}, {match: 'model.layers.2.*', lr: 0.2}]"
+    settings = [
+        f"--optimizer={{name: sgd, lr: 1e-2, groups: {groups}}}",
+        "--lr_scheduler={_target_: torch.optim.lr_scheduler.StepLR, step_size: 2}",
+    ]
+    unbroken = run(path, "one", *settings, out=tmp_path / "unbroken")
+    run(path, "one", *settings, "--training.stop_after=3", out=tmp_path / "broken")
+    rows = run(path, "interleaved", *settings, "--checkpoint.resume=latest", out=tmp_path / "broken")
+    assert steps(rows) == pytest.approx(steps(unbroken), abs=2e-6)
+
+
 def test_a_stage_may_be_frozen_as_a_whole(tmp_path):
     path = recipe(tmp_path)
     frozen = "[{match: ['model.embed_tokens*', 'model.layers.0.*', 'model.layers.1.*'], frozen: true}]"
@@ -167,3 +183,32 @@ def test_stages_start_read_and_write_the_weights_of_one_process(tmp_path, name):
         assert all(torch.allclose(one, logits, atol=1e-6) for _, one in by_rank)
         written = AutoModelForCausalLM.from_pretrained(exported).state_dict()
         assert all(torch.equal(written[fqn], value) for fqn, value in wanted.items())
+
+
+def refused(environment: ProcessEnvironment, family: str, schedule: str, changed: bool) -> str:
+    """What a model that can't be cut into stages is refused with."""
+    accelerator = AcceleratorConfig(pp_size=2, pp_schedule=schedule)
+    with a_setup(environment, accelerator=accelerator) as setup, pytest.raises(InputError) as error:
+        forward = LlamaModel.forward
+        if changed:
+            LlamaModel.forward = lambda *args, **kwargs: _doubled(forward(*args, **kwargs))
+        build(setup, {**FAMILIES[family], "num_hidden_layers": 4} if family != "gpt2" else FAMILIES[family])
+    return str(error.value)
+
+
+def _doubled(output: Any) -> Any:
+    output.last_hidden_state = output.last_hidden_state * 2
+    return output
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule", "changed", "message"),
+    [
+        ("gpt2", "1f1b", False, "GPT2LMHeadModel can't be cut into stages: transformers has no plan for its stages"),
+        ("llama", "1f1b", True, "LlamaForCausalLM changes hidden states outside of its layers, so it has no stages"),
+        ("llama_tied", "zbv_zero_bubble", False, "has the first and the last stage on one rank"),
+    ],
+)
+def test_models_without_stages_are_refused(family, schedule, changed, message):
+    for found in run_ranks(refused, 2, family, schedule, changed):
+        assert message in found

@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hp_core.config.target import Target
 from hp_core.errors import Problem
-from hp_core.parallel.known import known_config
 
 # How configurations of transformers call it.
 _KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def known_num_experts(model: Target) -> int | None:
-    """What the recipe or the model's own directory says; None where neither does. The hub is not asked."""
-    return _number(known_config(model))
+def expert_problems(values: Mapping[str, Any], ep_size: int, *, is_complete: bool) -> list[Problem]:
+    """What is wrong with `ep_size` ranks for the experts of a model of this configuration, as far as it is known.
+
+    With a complete configuration that names no experts there are none.
+    """
+    num_experts = _number(values)
+    if num_experts is None:
+        message, hint = f"a {values.get('model_type')} has no experts to spread", "remove 'ep_size'"
+        none = [Problem(message, path="accelerator.ep_size", hint=hint)]
+        return none if is_complete and ep_size > 1 else []
+    problem = indivisible(num_experts, ep_size)
+    return [] if problem is None else [problem]
 
 
 def indivisible(num_experts: int, ep_size: int) -> Problem | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,18 +13,26 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from hp_core.errors import HpError, InputError, Problem, RunError
+from hp_core.errors import InputError, Problem, RunError
 from hp_core.parallel.agreement import gathered
 from hp_core.parallel.dtypes import DTYPES
-from hp_core.parallel.pipeline.schedules import SCHEDULES
+from hp_core.parallel.pipeline.schedules import SCHEDULES, num_stages
 from hp_core.parallel.pipeline.stages import PATH, Anatomy, Stage, embedding_of, keep_stages, split_layers, trunk_of
 from hp_core.parallel.pipeline.transport import Transport
 from hp_core.parallel.setup import DistributedSetup
 
 Job = TypeVar("Job")
 Kind = TypeVar("Kind")
+_MOST_SCHEDULES = 4
 # What a stage makes of a micro-batch: its hidden states, or in the last stage what backward starts from.
 Compute = Callable[[Stage, Any], torch.Tensor]
+
+
+@runtime_checkable
+class GathersRouterLogits(Protocol):
+    """A configuration of a mixture of experts, whose model may return what its routers gave."""
+
+    output_router_logits: bool
 
 
 class Pipeline:
@@ -40,19 +47,23 @@ class Pipeline:
         accelerator = setup.accelerator
         self.anatomy = Anatomy.of(model)
         self.schedule = SCHEDULES[accelerator.pp_schedule]
-        self.num_stages = setup.sizes.pp * (accelerator.pp_stages_per_rank or self.schedule.stages_per_rank)
+        self.num_stages = num_stages(accelerator, setup.sizes.pp)
         self.split = split_layers(model, self.anatomy, self.num_stages, accelerator.pp_layers)
         pp_rank = setup.axis_rank("pp")
         own = [one for one in range(self.num_stages) if self.schedule.rank_of(one, setup.sizes.pp) == pp_rank]
-        if self.anatomy.is_tied and {0, self.num_stages - 1} <= set(own):
+        ends = {self.schedule.rank_of(one, setup.sizes.pp) for one in (0, self.num_stages - 1)}
+        if self.anatomy.is_tied and len(ends) == 1:
             message = (
                 f"{accelerator.pp_schedule} has the first and the last stage on one rank, which ties their weights"
             )
             hint = "use another schedule for a model whose embedding is its head"
             raise InputError(Problem(message, path="accelerator.pp_schedule", hint=hint))
         self.parameter_names = [name for name, _ in model.named_parameters()]
+        self._dtype = DTYPES[setup.precision.param_dtype] if setup.precision.param_dtype else model.dtype
         self.stages = keep_stages(model, self.anatomy, self.split, own)
         self._trunk = trunk_of(model, self.anatomy)
+        # No stage has the routers of all layers, from which a model would make a loss of its own.
+        self._options = {"output_router_logits": False} if isinstance(model.config, GathersRouterLogits) else {}
         self._model = model
         self._setup = setup
         self._group = setup.mesh["pp"].get_group()
@@ -64,7 +75,6 @@ class Pipeline:
         for stage in self.stages:
             stage.view.forward = partial(self._pass, stage)
         model.forward = self
-        logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
 
     @property
     def has_last(self) -> bool:
@@ -110,7 +120,7 @@ class Pipeline:
         inputs |= {"input_ids": input_ids} if stage.is_first else {"inputs_embeds": hidden}
         if not stage.is_last:
             inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
-        return stage.forward(**inputs)
+        return stage.forward(**inputs, **self._options)
 
     def num_taken(self, num_jobs: int) -> int:
         """The number of jobs that the schedule takes, from `num_jobs` on."""
@@ -124,10 +134,12 @@ class Pipeline:
             tokens: the shape of each, (rows, tokens).
             compute: see `Compute`; it calls the model once.
         """
-        shape, dtype = self._hidden_of(tokens)
-        runner = self._schedules.get((len(jobs), shape))
-        if runner is None:
-            runner = self._schedules[len(jobs), shape] = self._scheduled(len(jobs), shape, dtype)
+        shape, dtype = torch.Size((*tokens, self._model.config.get_text_config().hidden_size)), self._dtype
+        runner = self._schedules.pop((len(jobs), shape), None) or self._scheduled(len(jobs), shape, dtype)
+        self._schedules[len(jobs), shape] = runner
+        if len(self._schedules) > _MOST_SCHEDULES:
+            # Each holds a buffer for every micro-batch.
+            del self._schedules[next(iter(self._schedules))]
         numbers = torch.arange(len(jobs))
         first = (numbers,) if self.stages[0].is_first else ()
         target = numbers if self.has_last else None
@@ -135,7 +147,8 @@ class Pipeline:
         try:
             runner.step(*first, target=target, losses=[], return_outputs=False, number=numbers)
         except RuntimeError as error:
-            raise _cause(error) from None
+            # torch wraps what went wrong in its own account of what the stage was given.
+            raise error.__cause__ or error from None
         finally:
             self._jobs, self._compute = (), None
         self._sum_tied()
@@ -143,6 +156,8 @@ class Pipeline:
     def run_forward(self, jobs: Iterable[Job], compute: Callable[[Stage, Job], torch.Tensor]) -> None:
         """Run every job forward through all stages. Every rank of a pipeline gives as many."""
         for job in jobs:
+            # What is on its way is held in memory, so at most one job is.
+            self._transport.finish()
             for stage in self.stages:
                 hidden = (
                     torch.zeros(1) if stage.is_first else self._transport.receive(stage.index, self._rank(stage, -1))
@@ -165,9 +180,8 @@ class Pipeline:
         size = self._model.config.get_text_config().hidden_size
         hidden = torch.linspace(-3, 3, 4 * size, dtype=self._model.dtype, device=self._setup.device).view(1, 4, size)
         with torch.no_grad():
-            passed = self._trunk.forward(
-                inputs_embeds=hidden, position_ids=torch.arange(4, device=hidden.device)[None]
-            ).logits
+            positions = torch.arange(4, device=hidden.device)[None]
+            passed = self._trunk.forward(inputs_embeds=hidden, position_ids=positions, **self._options).logits
         if not torch.equal(passed, hidden):
             message = f"{type(self._model).__name__} changes hidden states outside of its layers, so it has no stages"
             raise InputError(Problem(message, path=PATH, hint="remove 'pp_size'"))
@@ -200,10 +214,9 @@ class Pipeline:
         of = stages if self.schedule.is_interleaved else stages[0]
         return kind(of, n_microbatches=num_jobs, loss_fn=lambda output, target: output, scale_grads=False)
 
-    def _hidden_of(self, tokens: torch.Size) -> tuple[torch.Size, torch.dtype]:
-        """What travels between stages for (rows, tokens)."""
-        dtype = DTYPES[self._setup.precision.param_dtype] if self._setup.precision.param_dtype else self._model.dtype
-        return torch.Size((*tokens, self._model.config.get_text_config().hidden_size)), dtype
+    def runs(self, module: nn.Module) -> bool:
+        """Whether a module is part of the stage that is running."""
+        return self._current is not None and any(one is module for one in self._current[0].view.modules())
 
     def _through_all(self, inputs: dict[str, Any]) -> CausalLMOutput:
         if torch.is_grad_enabled():
@@ -213,7 +226,8 @@ class Pipeline:
         found: dict[str, torch.Tensor] = {}
 
         def compute(stage: Stage, job: dict[str, Any]) -> torch.Tensor:
-            outputs = self._model(**job)
+            # Not the model's own call, which is running already, and whose hooks are for it as a whole.
+            outputs = self(**job)
             if stage.is_last:
                 found.update({name: outputs[name] for name in ("logits", "loss") if outputs.get(name) is not None})
             hidden: torch.Tensor = outputs.logits
@@ -297,11 +311,3 @@ def _checked(shape: torch.Size, dtype: torch.dtype, compute: Compute, stage: Sta
         found, wanted = f"{given.dtype} {tuple(given.shape)}", f"{dtype} {tuple(shape)}"
         raise RunError(f"stage {stage.index} gives hidden states of {found}, and the next one expects {wanted}")
     return given
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What went wrong in a stage; torch wraps it in its own account of what the stage was given."""
-    found: BaseException = error
-    while found.__cause__ is not None and not isinstance(found, HpError):
-        found = found.__cause__
-    return found

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from hp_core.config.models import AcceleratorConfig
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -67,3 +69,8 @@ SCHEDULES: Mapping[str, Schedule] = {
         Schedule("zbv_zero_bubble", "ZBVZeroBubble", stages_per_rank=2, placement="v"),
     )
 }
+
+
+def num_stages(config: AcceleratorConfig, pp_size: int) -> int:
+    """The stages of all ranks."""
+    return pp_size * (config.pp_stages_per_rank or SCHEDULES[config.pp_schedule].stages_per_rank)

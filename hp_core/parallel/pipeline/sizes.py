@@ -7,12 +7,7 @@ from typing import Any
 
 from hp_core.config.models import AcceleratorConfig, TrainerConfig
 from hp_core.errors import Problem
-from hp_core.parallel.pipeline.schedules import SCHEDULES
-
-
-def num_stages(config: AcceleratorConfig) -> int:
-    """The stages of all ranks."""
-    return config.pp_size * (config.pp_stages_per_rank or SCHEDULES[config.pp_schedule].stages_per_rank)
+from hp_core.parallel.pipeline.schedules import SCHEDULES, num_stages
 
 
 def pipeline_problems(config: TrainerConfig, num_data_ranks: int) -> Iterator[Problem]:
@@ -35,9 +30,10 @@ def pipeline_problems(config: TrainerConfig, num_data_ranks: int) -> Iterator[Pr
     if schedule.splits_backward and config.fsdp_config.reshard_after_forward:
         message = f"{schedule.name} computes the gradients of a layer's weights later, which then aren't there"
         yield Problem(message, path="fsdp_config.reshard_after_forward", hint="write false, or leave it out")
-    if accelerator.pp_layers is not None and len(accelerator.pp_layers) != num_stages(accelerator):
-        message = f"{len(accelerator.pp_layers)} stages are given layers, and there are {num_stages(accelerator)}"
-        yield Problem(message, path="accelerator.pp_layers", hint=f"write {num_stages(accelerator)} numbers")
+    number = num_stages(accelerator, accelerator.pp_size)
+    if accelerator.pp_layers is not None and len(accelerator.pp_layers) != number:
+        message = f"{len(accelerator.pp_layers)} stages are given layers, and there are {number}"
+        yield Problem(message, path="accelerator.pp_layers", hint=f"write {number} numbers")
     training = config.training
     share = num_data_ranks * training.micro_batch_size
     number, rest = divmod(training.global_batch_size, share)
@@ -53,10 +49,19 @@ def stage_problems(config: AcceleratorConfig, model: Mapping[str, Any]) -> Itera
     layers = model.get("num_hidden_layers")
     if config.pp_size == 1 or not isinstance(layers, int):
         return
-    if layers < num_stages(config):
-        message = f"{num_stages(config)} stages need as many layers, and the model has {layers}"
-        works = [size for size in range(1, layers + 1) if size * num_stages(config) // config.pp_size <= layers]
+    if layers < num_stages(config, config.pp_size):
+        message = f"{num_stages(config, config.pp_size)} stages need as many layers, and the model has {layers}"
+        works = [
+            size
+            for size in range(1, layers + 1)
+            if size * num_stages(config, config.pp_size) // config.pp_size <= layers
+        ]
         yield Problem(message, path="accelerator.pp_size", hint=f"pp_size that would: {', '.join(map(str, works))}")
     elif config.pp_layers is not None and sum(config.pp_layers) != layers:
         message = f"{sum(config.pp_layers)} layers are given to stages, and the model has {layers}"
         yield Problem(message, path="accelerator.pp_layers", hint=f"let them add up to {layers}")
+    schedule, is_tied = SCHEDULES[config.pp_schedule], model.get("tie_word_embeddings")
+    if is_tied and schedule.placement == "v":
+        message = f"{schedule.name} has the first and the last stage on one rank, which ties their weights"
+        hint = "use another schedule for a model whose embedding is its head"
+        yield Problem(message, path="accelerator.pp_schedule", hint=hint)

@@ -92,7 +92,7 @@ class Anatomy:
         names = list(plan)
         after = tuple(names[names.index(layers[0]) + 1 :])
         known = {embedding[0], layers[0], *after}
-        others = [name for name, one in base.named_children() if name not in known and any(one.parameters())]
+        others = [name for name, one in base.named_children() if name not in known and _holds(one)]
         others += [name for name, one in model.named_children() if one is not base and name != head[0] and _holds(one)]
         if others:
             raise _refused(model, f"its plan says nothing of {others[0]}")
@@ -155,7 +155,7 @@ def keep_stages(model: PreTrainedModel, anatomy: Anatomy, split: Sequence[range]
         model._modules[anatomy.head] = Elsewhere()
     if 0 not in own and not (anatomy.is_tied and last in own):
         base._modules[anatomy.embedding] = Elsewhere()
-    if not (0 in own or last in own) or (0 in own and last not in own):
+    if last not in own:
         # Nothing here is tied to anything.
         model._tied_weights_keys = {}
     return [_stage(model, anatomy, split, number) for number in own]

@@ -77,9 +77,16 @@ class Transport:
 
     def add_of(self, tensor: torch.Tensor, rank: int) -> None:
         """Add the same tensor of another rank, which calls it, too; both have the same bits afterwards."""
-        self.send(0, tensor, rank)
-        other = self.receive(0, rank)
-        self.finish()
+        own, other = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if not own.numel():
+            return
+        # Both at once: alone, each end's send could wait for the other's.
+        operations = [
+            dist.P2POp(dist.isend, own, group=self._group, group_peer=rank),
+            dist.P2POp(dist.irecv, other, group=self._group, group_peer=rank),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
         tensor.add_(other)
 
     def _header(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from hp_core.config.models import AcceleratorConfig
-from hp_core.parallel.pipeline.schedules import SCHEDULES
+from hp_core.parallel.pipeline.schedules import SCHEDULES, num_stages
 from hp_core.parallel.pipeline.stages import Anatomy, split_layers
 from hp_core.parallel.sizes import ParallelSizes
 
@@ -48,8 +48,7 @@ def plan_stages(model: PreTrainedModel, sizes: ParallelSizes, accelerator: Accel
         InputError: the model can't be cut into so many.
     """
     anatomy, schedule = Anatomy.of(model), SCHEDULES[accelerator.pp_schedule]
-    num_stages = sizes.pp * (accelerator.pp_stages_per_rank or schedule.stages_per_rank)
-    split = split_layers(model, anatomy, num_stages, accelerator.pp_layers)
+    split = split_layers(model, anatomy, num_stages(accelerator, sizes.pp), accelerator.pp_layers)
     stages = tuple(
         StagePlan(schedule.rank_of(index, sizes.pp), layers.start, layers.stop - 1)
         for index, layers in enumerate(split)
