@@ -312,7 +312,8 @@ class ModelOutputLoss(nn.Module):
         whole: Any = model.config if isinstance(model, _HasConfig) else None
         config = whole.get_text_config() if isinstance(whole, _HasTextConfig) else whole
         if isinstance(config, _AddsRouterLoss) and config.output_router_logits and config.router_aux_loss_coef:
-            message = f"{type(model).__name__} adds a router loss to its own, whose value depends on how a step is cut"
+            name = type(model).__name__.removeprefix("FSDP")
+            message = f"{name} adds a router loss to its own, whose value depends on how a step is cut"
             hint = "write loss_fn: causal_lm, which balances over the whole step, or set output_router_logits: false"
             raise _refused(message, hint)
 

@@ -12,6 +12,8 @@ MOE = (
     "--model.config={model_type: qwen3_moe, vocab_size: 96, hidden_size: 48, num_hidden_layers: 2, head_dim: 8, "
     "num_attention_heads: 4, num_key_value_heads: 2, num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16}"
 )
+EAGER = "--model.attn_implementation=eager"
+TIED = "--model.config={model_type: llama, num_hidden_layers: 4, tie_word_embeddings: true}"
 DENSE = "--model.config.intermediate_size=50"
 
 
@@ -38,6 +40,36 @@ DENSE = "--model.config.intermediate_size=50"
                 "use a multiple of 3: 3 or 6",
             ],
             id="experts and batch",
+        ),
+        pytest.param(
+            [
+                "--launch.nproc=10",
+                "--accelerator.pp_size=5",
+                "--accelerator.cp_size=2",
+                "--accelerator.ep_size=2",
+                "--model.attn_implementation=eager",
+                "--accelerator.pp_layers=[1, 1]",
+            ],
+            [
+                "accelerator.pp_layers: 2 stages are given layers, and there are 5; write 5 numbers",
+                "accelerator.ep_size: a llama has no experts to spread; remove 'ep_size'",
+                "accelerator.pp_size: 5 stages need as many layers, and the model has 2; pp_size that would: 1, 2",
+                "accelerator.cp_size: context parallelism needs the attention of torch, and the model uses 'eager'; "
+                "write model.attn_implementation: sdpa",
+            ],
+            id="layers, experts of a dense model, and attention",
+        ),
+        pytest.param(
+            [
+                "--launch.nproc=2",
+                "--accelerator={pp_size: 2, pp_schedule: zbv_zero_bubble}",
+                "--model.config={model_type: llama, num_hidden_layers: 4, tie_word_embeddings: true}",
+            ],
+            [
+                "accelerator.pp_schedule: zbv_zero_bubble has the first and the last stage on one rank, which ties "
+                "their weights; use another schedule for a model whose embedding is its head",
+            ],
+            id="tied ends on one rank",
         ),
         pytest.param(
             [MOE, "--launch.nproc=5", "--accelerator.tp_size=3", "--accelerator.cp_size=2"],
@@ -75,3 +107,9 @@ def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path, overrides: list[s
     found = done.stderr.splitlines()
     assert len(found) == len(lines), done.stderr
     assert [line for line in lines if not any(line in one for one in found)] == []
+
+
+def test_the_number_of_processes_is_written_as_for_training(tmp_path: Path) -> None:
+    done = hp_train_here("check", str(recipe(tmp_path)), "--nproc", "3", "--accelerator.tp_size=2")
+    assert done.returncode == 2
+    assert "accelerator: tp_size 2 needs a multiple of 2 ranks, and there are 3" in done.stderr

@@ -188,11 +188,12 @@ def test_stages_start_read_and_write_the_weights_of_one_process(tmp_path, name):
 def refused(environment: ProcessEnvironment, family: str, schedule: str, changed: bool) -> str:
     """What a model that can't be cut into stages is refused with."""
     accelerator = AcceleratorConfig(pp_size=2, pp_schedule=schedule)
+    forward = LlamaModel.forward
+    if changed:
+        LlamaModel.forward = lambda *args, **kwargs: _doubled(forward(*args, **kwargs))
+    layers = {} if family == "gpt2" else {"num_hidden_layers": 4}
     with a_setup(environment, accelerator=accelerator) as setup, pytest.raises(InputError) as error:
-        forward = LlamaModel.forward
-        if changed:
-            LlamaModel.forward = lambda *args, **kwargs: _doubled(forward(*args, **kwargs))
-        build(setup, {**FAMILIES[family], "num_hidden_layers": 4} if family != "gpt2" else FAMILIES[family])
+        build(setup, {**FAMILIES[family], **layers})
     return str(error.value)
 
 
