@@ -55,6 +55,9 @@ def refused(*overrides, **values):
     return [str(problem) for problem in caught.value.problems]
 
 
+ATTENTION_PARAMS = {
+    f"{name}_proj.weight": {"tp": f"shard({dim})"} for name, dim in (("q", 0), ("k", 0), ("v", 0), ("o", 1))
+}
 CUT_HEAD = entry("lm_head", params={"weight": {"tp": "shard(0)"}})
 ROWS = entry("lm_head", params={"weight": {"tp": "shard(1)"}})
 WHOLE = entry("*.self_attn", params={})
@@ -224,6 +227,25 @@ def test_experts_that_are_kept_whole():
             ["plan_overrides[0].params.weight: lm_head: nothing is written of it; write {tp: replicate}, or remove it"],
         ),
         (
+            [entry("model.embed_tokens", params={"weight": {"tp": "shard(0)"}}, out_src={"tp": "partial"})],
+            ["plan_overrides[0].params.weight: model.embed_tokens: a rank would miss rows of weight; remove the entry"],
+        ),
+        (
+            [entry("*.mlp", params={"up_proj.weight": {"tp": "shard(0)"}, "down_proj.weight": {"tp": "shard(1)"}})],
+            ["plan_overrides[0].params: model.layers.0.mlp (and 1 more): up_proj is cut, and gate_proj is not so "],
+        ),
+        (
+            [entry("*.0.self_attn", params=ATTENTION_PARAMS | {"k_proj.weight": {"tp": "replicate"}})],
+            ["plan_overrides[0].params: model.layers.0.self_attn: q_proj is cut, and k_proj is not so that it fits; "],
+        ),
+        (
+            [entry("*.1.mlp", in_src={"x": {"tp": "shard(1)"}}, out_dst={"tp": "shard(1)"})],
+            [
+                "plan_overrides[0].out_dst: model.layers.1.mlp: out_dst is shard(1), and no module beside it takes",
+                "plan_overrides[0].in_src: model.layers.1.mlp: in_src is shard(1), and no module beside it gives that",
+            ],
+        ),
+        (
             [entry("*.1.mlp", in_src={"x": {"cp": "replicate"}})],
             ["plan_overrides[0].in_src.x.cp: model.layers.1.mlp: what lies on the ranks of cp can't be 'replicate'"],
         ),
@@ -252,6 +274,24 @@ def test_sizes_that_do_not_divide_are_told_with_those_that_would():
     )
 
 
+def test_fewer_heads_than_ranks_are_not_cut_by_hand():
+    model = skeleton(num_key_value_heads=1)
+    k_proj, v_proj = refused(entry("*.0.self_attn", params=ATTENTION_PARAMS), model=model)
+    assert k_proj == (
+        "plan_overrides[0].params: model.layers.0.self_attn: k_proj.weight has fewer heads than there are ranks; "
+        "remove params: the planner has ranks share them"
+    )
+    assert "v_proj.weight has fewer heads" in v_proj
+
+
+@pytest.mark.parametrize(("match", "other"), [("model.embed_tokens", "lm_head"), ("lm_head", "model.embed_tokens")])
+def test_a_weight_that_another_module_has_too_is_not_cut_alone(match, other):
+    written = entry(match, params={"weight": {"tp": "shard(1)"}}, out_src={"tp": "shard(-1)"})
+    found = refused(written, model=skeleton("llama_tied"))
+    assert any("weight is tied to " in line for line in found)
+    assert other in found[0] or "another module" in found[0]
+
+
 def test_a_bias_is_cut_with_its_weight():
     model = skeleton()
     model.lm_head = nn.Linear(32, 96, device="meta")
@@ -268,6 +308,22 @@ def alone() -> Found:
     return found_on(Case(), Layout())
 
 
-@pytest.mark.parametrize("overrides", [(WHOLE,), (CUT_HEAD,), (ROWS,)], ids=["whole", "columns", "rows"])
+TOKENS = {"tp": "shard(1)"}
+CHAIN = (
+    entry("*.pre_feedforward_layernorm", out_dst=TOKENS),
+    entry("*.mlp", in_src={"x": TOKENS}, out_dst={"tp": "shard(-2)"}),
+    entry("*.post_feedforward_layernorm", in_src={"x": TOKENS}, in_dst={"x": TOKENS}, out_src=TOKENS),
+)
+FEATURES = entry("model.embed_tokens", params={"weight": {"tp": "shard(1)"}}, out_src={"tp": "shard(-1)"})
+
+
+@pytest.mark.parametrize(
+    "overrides", [(WHOLE,), (CUT_HEAD,), (ROWS,), (FEATURES,)], ids=["whole", "columns", "rows", "features"]
+)
 def test_a_step_under_a_contract_is_that_of_one_process(overrides):
     assert_same(found_on(Case(overrides=overrides), LAYOUT), alone())
+
+
+def test_neighbours_may_keep_sequences_cut_that_do_not_divide():
+    case = {"config": {"model_type": "gemma3_text"}, "length": 15}
+    assert_same(found_on(Case(**case, overrides=CHAIN), LAYOUT), found_on(Case(**case), Layout()))

@@ -9,8 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hp_core.config.models import AcceleratorConfig
-from hp_core.errors import InputError
+from hp_core.errors import InputError, RunError
 from hp_core.model.export import export_model
+from hp_core.parallel.plan.edge import REPLICATE, Edge, shard
 from hp_core.parallel.tensor.apply import require_shared
 from hp_core.parallel.tensor.region import SharedForward
 from hp_core.testing.ranks import run_ranks
@@ -152,6 +153,28 @@ def test_heads_drop_by_their_own_numbers_and_everything_else_by_common_ones():
     numbers = [*first[0], *second[0]]
     assert len({tuple(one) for one in numbers}) == 4
     assert first[1:] == second[1:]
+
+
+class Rotating(torch.nn.Module):
+    def forward(self, hidden, positions):
+        return hidden * positions[0] + positions[1]
+
+
+def gradients_on_ranks(environment):
+    """Of learnt numbers in a tuple, of which each rank has a share of the gradient."""
+    with a_setup(environment, accelerator=TP2) as setup:
+        group = setup.mesh.get_group("tp")
+        learnt, fixed = torch.ones(2, requires_grad=True), torch.ones(2)
+        shared = SharedForward(Rotating(), (), (), group)
+        shared(torch.full((2,), 1.0 + setup.rank), (learnt, fixed)).sum().backward()
+        placed = SharedForward(Rotating(), (), (Edge("positions", REPLICATE, shard(1), 2, 4),), group)
+        with pytest.raises(RunError, match="Rotating takes a tuple as 'positions', and only a tensor can be placed"):
+            placed(fixed, (fixed, fixed))
+        return learnt.grad.tolist()
+
+
+def test_learnt_tensors_in_a_tuple_cross_and_others_can_not_be_placed():
+    assert run_ranks(gradients_on_ranks, 2) == [[3.0, 3.0]] * 2
 
 
 def counts_on_ranks(environment):

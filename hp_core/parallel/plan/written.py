@@ -13,7 +13,7 @@ from hp_core.errors import InputError, Problem
 from hp_core.parallel.plan.boundary import Boundary, ParameterPlan
 from hp_core.parallel.plan.contract import Contract, grouped
 from hp_core.parallel.plan.edge import PARTIAL, REPLICATE, Edge, Placement, conversion, shard
-from hp_core.parallel.plan.roles import is_plain
+from hp_core.parallel.plan.roles import KV_PROJECTIONS, is_plain, roles_of
 
 _REGIONS = ("attention", "mlp")
 
@@ -101,6 +101,7 @@ class _Writing:
             yield contract.problem("match", f"holds {below.fqn}, which is planned as one", hint)
             return
         yield from self._wrong_cuts()
+        yield from self._half_cut()
         yield from self._wrong_edges()
 
     def laid_over(self) -> list[Boundary]:
@@ -222,6 +223,41 @@ class _Writing:
         if isinstance(owner, nn.Linear) and dim == 1 and leaf == "weight" and not is_plain(owner, nn.Linear):
             message = f"{path or 'it'} is no plain torch.nn.Linear, so that its outputs may be no summands"
             yield self.contract.problem(f"params.{name}", message, "leave it whole")
+        if isinstance(owner, nn.Embedding) and dim == 0:
+            hint = "remove the entry: embeddings are cut by vocabulary as it is; or write shard(1)"
+            yield self.contract.problem(f"params.{name}", f"a rank would miss rows of {name}", hint)
+        tied = next(self._tied_to(owner.get_parameter(leaf)), None)
+        if tied is not None:
+            message = f"{name} is tied to {tied}, which would compute with a part"
+            yield self.contract.problem(
+                f"params.{name}", message, "write tie_word_embeddings: false, or leave it whole"
+            )
+
+    def _tied_to(self, parameter: nn.Parameter) -> Iterator[str]:
+        """The names beyond the module that a parameter has."""
+        for fqn, other in self.model.named_parameters(remove_duplicate=False):
+            if other is parameter and not f".{fqn}".startswith(f".{self.contract.fqn}."):
+                yield fqn
+
+    def _half_cut(self) -> Iterator[Problem]:
+        """Projections of an attention or MLP that are not cut alike, so that their outputs wouldn't fit each other."""
+        roles = roles_of(self.contract.fqn, self.module, self.model.tp_plan)
+        if roles is None or self.contract.params("tp") is None:
+            return
+        linears = {**roles.columns, roles.row: roles.row_linear}
+        wanted = {name: 1 if name == roles.row else 0 for name in linears}
+        dims = {name: self._dim(name, linear.weight) for name, linear in linears.items()}
+        first = next((name for name in linears if dims[name] is not None), None)
+        if first is None:
+            return
+        for name, dim in dims.items():
+            if dim != wanted[name]:
+                hint = f"write {name}.weight: {{tp: shard({wanted[name]})}}, or params: none to keep all whole"
+                yield self.contract.problem("params", f"{first} is cut, and {name} is not so that it fits", hint)
+        for one in self.derived.parameters if self.derived is not None else ():
+            if one.partial and one.name in self.cuts and one.name.partition(".")[0] in KV_PROJECTIONS:
+                message = f"{one.name} has fewer heads than there are ranks"
+                yield self.contract.problem("params", message, "remove params: the planner has ranks share them")
 
     def _wrong_edges(self) -> Iterator[Problem]:
         src, dst = self.output
@@ -277,7 +313,10 @@ def _disagreements(boundaries: Sequence[Boundary], contracts: Sequence[Contract]
         for field, mine, others, verb in (("out_dst", given, taken, "takes"), ("in_src", taken, given, "gives")):
             for placement, fqns in mine.items():
                 contract = next((written[fqn] for fqn in fqns if fqn in written), None)
-                if placement != REPLICATE and placement not in others and contract is not None:
+                if placement == REPLICATE or contract is None:
+                    continue
+                alike = {fqn for other, found in others.items() if _is_same(other, placement) for fqn in found}
+                if not alike - {contract.fqn}:
                     beside = (
                         "; ".join(f"{found[0]} {verb} {other}" for other, found in others.items())
                         or "nothing is planned"
@@ -291,3 +330,10 @@ def _placements(pairs: Iterator[tuple[str, Placement]]) -> Mapping[Placement, li
     for fqn, placement in pairs:
         found.setdefault(placement, []).append(fqn)
     return found
+
+
+def _is_same(one: Placement, other: Placement) -> bool:
+    """Whether two placements of hidden states, which are (rows, tokens, features), are one."""
+    if one.dim is None or other.dim is None:
+        return one == other
+    return one.dim % 3 == other.dim % 3

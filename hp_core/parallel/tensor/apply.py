@@ -9,11 +9,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.plan.boundary import Boundary, ParameterPlan, ShardingPlan
+from hp_core.parallel.plan.edge import REPLICATE
 from hp_core.parallel.plan.roles import GroupedAttention
 from hp_core.parallel.plan.shapes import PATH
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.parallel.tensor.random_numbers import OwnDropout
-from hp_core.parallel.tensor.region import Part, RowForward, SharedForward
+from hp_core.parallel.tensor.region import Part, RowForward, SharedForward, Work
 from hp_core.parallel.tensor.sequence import Sequences
 from hp_core.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHead
 
@@ -86,7 +87,7 @@ class _Applying:
             row = module.get_submodule(boundary.row)
             assert isinstance(row, nn.Linear)
             assert boundary.output is not None
-            row.forward = RowForward(row, boundary.output, self._group)  # type: ignore[method-assign]  # as above
+            row.forward = RowForward(row, boundary.output, self._sequences)  # type: ignore[method-assign]  # as above
             if boundary.output.dst.kind == "shard":
                 self._drop_apart(module)
         module.forward = SharedForward(
@@ -96,7 +97,7 @@ class _Applying:
             self._group,
             output=None if boundary.row is not None else boundary.output,
             sequence=self._sequences,
-            shares=boundary.kind in ("attention", "mlp", "contract"),
+            work=_work(boundary),
         )
 
     def _drop_apart(self, region: nn.Module) -> None:
@@ -114,6 +115,13 @@ class _Applying:
             self._sharded[parameter] = nn.Parameter(distributed, parameter.requires_grad)
         owner._parameters[leaf] = self._sharded[parameter]
         return owner, leaf
+
+
+def _work(boundary: Boundary) -> Work:
+    if boundary.kind not in ("attention", "mlp", "contract"):
+        return "tokens"
+    # One whose output is whole may still be there to give or take hidden states in parts.
+    return "whole" if boundary.output is None or boundary.output.src == REPLICATE else "share"
 
 
 def _distributed(parameter: nn.Parameter, plan: ParameterPlan, tp_mesh: DeviceMesh) -> DTensor:

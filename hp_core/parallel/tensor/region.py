@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Protocol, runtime_checkable
+from operator import is_
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,12 @@ from torch.distributed.tensor import DTensor, Partial
 from hp_core.errors import RunError
 from hp_core.parallel.plan.boundary import ParameterPlan
 from hp_core.parallel.plan.edge import REPLICATE, Edge
-from hp_core.parallel.tensor.collectives import cross
 from hp_core.parallel.tensor.place import in_place
 from hp_core.parallel.tensor.random_numbers import own_random_numbers
 from hp_core.parallel.tensor.sequence import Sequences
 
+# What a rank computes of a module.
+Work = Literal["share", "whole", "tokens"]
 # Of a learnt input that the plan does not name each rank uses its own share, too.
 _LEARNT = Edge("", REPLICATE, REPLICATE, 0, 0, is_shared=True)
 
@@ -74,7 +76,8 @@ class SharedForward:
         group: the tensor ranks.
         output: that of its output, or None where a child's forward has it or there is none.
         sequence: of a model whose sequences are cut.
-        shares: whether each rank computes its own share of the work, so that it drops by random numbers of its own.
+        work: whether each rank computes its own share, so that it drops by random numbers of its own; the whole, as all
+            others do; or its part of the tokens, so that what else it learns through is not understood.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class SharedForward:
         *,
         output: Edge | None = None,
         sequence: Sequences | None = None,
-        shares: bool = True,
+        work: Work = "share",
     ) -> None:
         self._module = module
         self._forward: Callable[..., Any] = module.forward
@@ -96,7 +99,7 @@ class SharedForward:
         self._group = group
         self._output = output
         self._sequence = sequence or Sequences(group)
-        self._shares = shares
+        self._work = work
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward on this rank's parts."""
@@ -111,37 +114,47 @@ class SharedForward:
     def _random_numbers(self) -> AbstractContextManager[None]:
         module = self._module
         drops = isinstance(module, DropsAttention) and module.training and module.attention_dropout > 0
-        return own_random_numbers(self._group.rank()) if drops and self._shares else nullcontext()
+        return own_random_numbers(self._group.rank()) if drops and self._work == "share" else nullcontext()
 
     def _crossed(self, name: str | None, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
         edge = self._edges.get(name or "")
-        if edge is None and value.requires_grad:
-            if not self._shares:
+        if not isinstance(value, torch.Tensor):
+            if edge is not None and value is not None:
+                found = f"{type(self._module).__name__} takes a {type(value).__name__} as {name!r}"
+                raise RunError(f"plan_overrides: {found}, and only a tensor can be placed; remove {name!r}")
+            return self._within(name, value)
+        if edge is None and value.requires_grad and self._work != "whole":
+            if self._work == "tokens":
                 message = f"{type(self._module).__name__} learns through {name!r}, too; remove 'sequence_parallel'"
                 raise RunError(f"accelerator.sequence_parallel: {message}")
             edge = _LEARNT
         return value if edge is None else self._sequence.crossed(value, edge)
 
+    def _within(self, name: str | None, value: Any) -> Any:
+        """The learnt tensors of a tuple or list, such as position embeddings, cross like those that come alone."""
+        if not isinstance(value, (tuple, list)):
+            return value
+        crossed = [self._crossed(None, one) for one in value]
+        return value if all(map(is_, crossed, value)) else type(value)(crossed)
+
 
 class RowForward:
     """Takes the place of the forward of a region's last projection: its outputs are summands, its bias added once."""
 
-    def __init__(self, linear: nn.Linear, output: Edge, group: dist.ProcessGroup) -> None:
+    def __init__(self, linear: nn.Linear, output: Edge, sequence: Sequences) -> None:
         self._linear = linear
         self._forward: Callable[..., torch.Tensor] = linear.forward
         self._output = output
-        self._group = group
+        self._sequence = sequence
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Project this rank's features and have the sum of all cross the edge of the plan."""
         bias = self._linear.bias
         if bias is None:
-            return cross(self._forward(input), self._output, self._group)
+            return self._sequence.crossed(self._forward(input), self._output)
         with in_place({(self._linear, "bias"): None}):
             projected = self._forward(input)
-        return cross(projected, self._output, self._group) + bias
+        return self._sequence.crossed(projected, self._output) + bias
 
 
 def _parameter(owner: nn.Module, name: str) -> torch.Tensor:

@@ -12,14 +12,14 @@ from torch import nn
 
 from hp_core.errors import RunError
 from hp_core.parallel.plan.boundary import Boundary
-from hp_core.parallel.plan.edge import Edge
+from hp_core.parallel.plan.edge import Edge, Placement
 from hp_core.parallel.tensor.collectives import cross
 
 _DIM = 1
 
 
 class Sequences:
-    """The whole length of the sequences on their way through a model, which its first layer sees.
+    """The whole length of the sequences on their way through a model, which is seen where they are cut.
 
     A layer that is recomputed in the backward pass belongs to the sequences that came last.
     """
@@ -34,9 +34,11 @@ class Sequences:
         Raises:
             RunError: it has not the length of a part where it should be one.
         """
-        if edge.src.dim == _DIM:
+        if _cuts(edge.src, tensor):
             self._require_part(tensor, edge)
             return cross(tensor, edge, self._group, self._length)
+        if _cuts(edge.dst, tensor):
+            self._length = tensor.shape[_DIM]
         return cross(tensor, edge, self._group)
 
     def first_crossed(self, found: Any, edge: Edge) -> Any:
@@ -80,3 +82,8 @@ class Sequences:
         if self._length is None or tensor.shape[_DIM] != -(-self._length // self._group.size()):
             found = f"{edge.name or 'a layer'} has {tensor.shape[_DIM]} tokens, not a part of {self._length}"
             raise RunError(f"accelerator.sequence_parallel: {found}; remove 'sequence_parallel'")
+
+
+def _cuts(placement: Placement, tensor: torch.Tensor) -> bool:
+    """Whether it is the tokens that lie in parts."""
+    return placement.dim is not None and placement.dim % tensor.ndim == _DIM
