@@ -53,8 +53,7 @@ def build_model(
 def replace_module(module: Any, module_fqn: str, context: Any) -> Any:
     """Give the replacement of one module inside the model.
 
-    When: during `build_model`, before the model is sharded or has weights, for each module that a `plan_overrides`
-        entry with `replace_module` matches.
+    When: during `build_model`, before sharding and weights, for each match of an entry with `replace_module`.
     Ranks: every rank; all must replace the same modules.
 
     Args:
@@ -64,8 +63,7 @@ def replace_module(module: Any, module_fqn: str, context: Any) -> Any:
             `target`, the entry's factory with its arguments. Read-only.
 
     Returns:
-        The `torch.nn.Module` to install. None passes the work on; core then calls the factory that the matching
-        `plan_overrides` entry names.
+        The `torch.nn.Module` to install. None passes the work on; core then calls the entry's factory.
 
     Example:
         @hookimpl(wrapper=True)

@@ -18,7 +18,7 @@ from hp_core.model.replacement.claim import Claim, Rule, claim
 from hp_core.parallel.expert.dispatch import LocalCompute
 from hp_core.parallel.expert.experts import holds_experts
 from hp_core.parallel.plan.active import is_active
-from hp_core.parallel.plan.contract import grouped
+from hp_core.parallel.plan.contract import by_name, grouped
 from hp_core.parallel.plan.roles import GroupedAttention, LatentAttention
 from hp_core.parallel.setup import DistributedSetup
 
@@ -108,7 +108,7 @@ _Injecting = Callable[[Claim, Target, Mapping[str, Any]], Iterator[Problem]]
 def _injected(
     model: nn.Module, rules: Sequence[Rule], setup: DistributedSetup, injecting: _Injecting, field: str
 ) -> Iterator[Injection]:
-    rules = [Rule(one.index, _without_type(one.override)) for one in rules]
+    rules = [Rule(one.index, by_name(one.override)) for one in rules]
     active = [one for one in rules if is_active(one.override, setup.sizes.all)]
     claims = claim(model, active, verb="changes") if active else []
     idle = [one for rule in rules if rule not in active for one in claim(model, [rule], verb="changes")]
@@ -133,13 +133,6 @@ def _injected(
         target = override.inner_wrapper if field == "inner_wrapper" else override.local_compute_fn
         assert target is not None
         yield Injection(f"{path}.{field}", target.spelling, tuple(one.fqn for one in own))
-
-
-def _without_type(override: PlanOverride) -> PlanOverride:
-    """What an entry matches that also replaces is the replacement, of another type."""
-    if override.replace_module is None:
-        return override
-    return override.model_copy(update={"module_type": None, "exact_type": False})
 
 
 def _of_another_kind(one: Claim, field: str) -> Iterator[Problem]:

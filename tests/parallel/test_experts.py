@@ -22,6 +22,7 @@ from hp_core.model.build import finish_model
 from hp_core.model.export import export_model
 from hp_core.model.load import weight_files
 from hp_core.parallel.environment import ProcessEnvironment
+from hp_core.parallel.expert.experts import experts_of
 from hp_core.parallel.fsdp import shard_model
 from hp_core.parallel.sizes import check_sizes
 from hp_core.testing.checks import whole
@@ -385,3 +386,9 @@ def refusal(environment: ProcessEnvironment, module: type[nn.Module], layers: in
 def test_other_layouts_of_experts_are_refused_by_name(module: type[nn.Module], layers: int, message: str) -> None:
     for found in run_ranks(refusal, 2, module, layers):
         assert found == ("accelerator.ep_size", message, "remove 'ep_size'")
+
+
+def test_each_kind_of_refusal_is_told_once() -> None:
+    with pytest.raises(InputError) as caught:
+        experts_of(nn.Sequential(OtherForward(), WithShared(), WithShared()), 2)
+    assert [one.message.partition(" can't")[0] for one in caught.value.problems] == ["0: OtherForward", "1: WithShared"]

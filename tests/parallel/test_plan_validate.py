@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hp_core.errors import InputError
 from hp_core.parallel.plan.contract import contracts_of
@@ -71,3 +75,37 @@ def test_an_operator_that_knows_no_placements_is_named():
     model.model.layers[0].mlp.act_fn = Places()
     (found,) = validated("llama", model=model)
     assert (found.fqn, found.reason) == ("model.layers.0.mlp", "aten.searchsorted.Tensor can't be dispatched")
+
+
+def test_a_process_group_of_another_size_is_refused():
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        with pytest.raises(
+            InputError, match="the plan is for 2 tensor ranks, and the process group has 4; validate it"
+        ):
+            validated("llama")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_arguments_of_a_decorated_forward_are_known_by_name():
+    def logged(forward):
+        @functools.wraps(forward)
+        def call(*args, **kwargs):
+            return forward(*args, **kwargs)
+
+        return call
+
+    class Logged(LlamaMLP):
+        forward = logged(LlamaMLP.forward)
+
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.__class__ = Logged
+    override = entry(
+        "*.0.mlp",
+        params={f"{name}_proj.weight": {"tp": "replicate"} for name in ("gate", "up", "down")},
+        in_src={"x": {"tp": "replicate"}},
+        in_dst={"x": {"tp": "shard(1)"}},
+        out_src={"tp": "shard(1)"},
+    )
+    assert validated("llama", override, model=model) == ()

@@ -8,7 +8,7 @@ from typing import Any
 from hp_core.errors import Problem
 
 # How configurations of transformers call it.
-_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def expert_problems(values: Mapping[str, Any], ep_size: int, *, is_complete: bool) -> list[Problem]:
@@ -37,7 +37,7 @@ def indivisible(num_experts: int, ep_size: int) -> Problem | None:
 def _number(values: Mapping[str, Any]) -> int | None:
     text = values.get("text_config")
     for one in (values, text if isinstance(text, Mapping) else {}):
-        for key in _KEYS:
+        for key in NUM_EXPERTS_KEYS:
             if isinstance(one.get(key), int):
                 return int(one[key])
     return None

@@ -57,7 +57,9 @@ def experts_of(model: nn.Module, num_ranks: int) -> dict[str, nn.Module]:
         raise InputError(Problem(message, path=_PATH, hint=_HINT))
     problems = [problem for fqn, module in found.items() for problem in _problems(fqn, module, num_ranks)]
     if problems:
-        raise InputError(problems[:1])
+        # Of what is wrong in every layer alike, the first tells.
+        by_kind = {one.message.partition(": ")[2] or one.message: one for one in reversed(problems)}
+        raise InputError(list(reversed(by_kind.values())))
     return found
 
 

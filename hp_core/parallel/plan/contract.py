@@ -64,7 +64,7 @@ def contracts_of(model: nn.Module, overrides: Iterable[PlanOverride], sizes: Par
         InputError: a pattern without a hit, modules of several types or another than the entry's, a module that two
             entries match, a parameter or an argument that a module doesn't have, a placement that means nothing.
     """
-    rules = [Rule(index, _by_name(one)) for index, one in enumerate(overrides) if one.has_contract]
+    rules = [Rule(index, by_name(one)) for index, one in enumerate(overrides) if one.has_contract]
     active = [rule for rule in rules if is_active(rule.override, sizes.all)]
     claims = claim(model, active, verb="plans", nested=True) if active else []
     idle = [one for rule in rules if rule not in active for one in claim(model, [rule], verb="plans", nested=True)]
@@ -94,7 +94,7 @@ def experts_kept_whole(fqn: str, module: nn.Module, contracts: Iterable[Contract
     return False
 
 
-def _by_name(override: PlanOverride) -> PlanOverride:
+def by_name(override: PlanOverride) -> PlanOverride:
     """The entry without its type where it replaces: what it matches now is the replacement."""
     if override.replace_module is None:
         return override

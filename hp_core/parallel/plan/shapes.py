@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_core.errors import Problem
+from hp_core.parallel.expert.count import NUM_EXPERTS_KEYS
 
 PATH = "accelerator.tp_size"
-# A mixture's config keeps the width of dense layers whether or not it has any.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,8 @@ def sizes_in_config(config: Mapping[str, Any]) -> SharedSizes:
     # Latent attention expands its keys and values to all heads.
     is_latent = values.get("kv_lora_rank") is not None
     kv_heads = (None if is_latent else _size(values, "num_key_value_heads")) or heads
-    has_experts = any(values.get(key) for key in _EXPERTS)
+    # A mixture's config keeps the width of dense layers whether or not it has any.
+    has_experts = any(values.get(key) for key in NUM_EXPERTS_KEYS)
     return SharedSizes(
         frozenset({(heads, kv_heads)}) if heads and kv_heads else frozenset(),
         frozenset({width}) if width and not has_experts else frozenset(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,8 +38,8 @@ class Unchecked:
 def validate_plan(model: PreTrainedModel, plan: ShardingPlan, inputs: Mapping[str, Any]) -> tuple[Unchecked, ...]:
     """Compare `out_src` of every boundary with what torch's DTensor propagates through the module's own forward.
 
-    One process is enough: unless there is a process group of `plan.tp_size` ranks, a fake one takes its place. Each
-    module is called with what it is given in a plain forward pass, laid out as its edges say.
+    One process is enough: where there is no process group, a fake one takes its place. Each module is called
+    with what it is given in a plain forward pass, laid out as its edges say.
 
     Args:
         model: with its parameters on a device, of any values, and not sharded; a small one of the same kind will do.
@@ -50,6 +51,7 @@ def validate_plan(model: PreTrainedModel, plan: ShardingPlan, inputs: Mapping[st
 
     Raises:
         InputError: outputs lie otherwise than the plan says; each with its module, what is expected and what was found.
+            Or there is a process group, and it is not of `plan.tp_size` ranks.
     """
     modules = {one.fqn: model.get_submodule(one.fqn) for one in plan.shared if one.output is not None}
     unchecked: list[Unchecked] = []
@@ -142,7 +144,7 @@ def _propagated(
 
 
 def _names(module: nn.Module) -> Sequence[str]:
-    return list(type(module).forward.__code__.co_varnames[1 : type(module).forward.__code__.co_argcount])
+    return list(inspect.signature(module.forward).parameters)
 
 
 def _distributed(value: Any, placement: Placement, mesh: DeviceMesh) -> Any:
@@ -169,8 +171,11 @@ def _mismatch(boundary: Boundary, found: DTensor) -> Iterator[Problem]:
 
 @contextmanager
 def _mesh(tp_size: int) -> Iterator[DeviceMesh]:
-    """A mesh of `tp_size` ranks: of the process group, if it is as large, else of a fake one."""
+    """A mesh of `tp_size` ranks: of the process group, or of a fake one."""
     if dist.is_initialized():
+        if dist.get_world_size() != tp_size:
+            message = f"the plan is for {tp_size} tensor ranks, and the process group has {dist.get_world_size()}"
+            raise InputError(Problem(message, hint="validate it in a process without a group"))
         yield init_device_mesh("cpu", (tp_size,), mesh_dim_names=("tp",))
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp_size)
