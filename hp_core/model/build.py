@@ -15,6 +15,7 @@ from hp_core.model.load import load_weights, weight_files
 from hp_core.model.replacement.layout import original_layout
 from hp_core.model.replacement.replacer import replace_modules
 from hp_core.parallel.context.attention import use_context_attention
+from hp_core.parallel.context.trial import require_same_when_cut
 from hp_core.parallel.dtypes import DTYPES
 from hp_core.parallel.expert.experts import spread_experts
 from hp_core.parallel.fsdp import shard_model
@@ -65,7 +66,8 @@ def finish_model(
 
     Raises:
         ArgumentError: see `load_weights`.
-        InputError: see `hp_core.model.replacement.replacer.ModuleReplacer.apply`.
+        InputError: see `hp_core.model.replacement.replacer.ModuleReplacer.apply`, and
+            `hp_core.parallel.context.trial.require_same_when_cut`.
     """
     setup = distributed_setup
     replaced = replace_modules(model, setup)
@@ -92,6 +94,8 @@ def finish_model(
     if pipeline is not None:
         pipeline.share_tied()
         pipeline.require_passing()
+    if setup.sizes.cp > 1:
+        require_same_when_cut(model, setup)
 
 
 def _skeleton(

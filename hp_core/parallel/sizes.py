@@ -9,7 +9,7 @@ from typing import Any
 
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, TrainerConfig
 from hp_core.errors import InputError, Problem
-from hp_core.parallel.context.method import head_problems
+from hp_core.parallel.context.method import config_problems, head_problems
 from hp_core.parallel.expert.count import expert_problems
 from hp_core.parallel.known import known_config
 from hp_core.parallel.pipeline.sizes import pipeline_problems, stage_problems
@@ -88,6 +88,8 @@ def check_sizes(config: TrainerConfig, world_size: int, model: Mapping[str, Any]
     known_sizes = sizes_in_config(values)
     problems += known_sizes.problems(accelerator.tp_size)
     problems += head_problems(known_sizes, accelerator)
+    if accelerator.cp_size > 1:
+        problems += config_problems(values)
     problems += stage_problems(accelerator, values)
     problems += _attention_problems(config)
     if problems:

@@ -12,7 +12,7 @@ from torch import nn
 
 from hp_core.config import load_recipe
 from hp_core.config.models import AcceleratorConfig
-from hp_core.errors import InputError, RunError
+from hp_core.errors import InputError
 from hp_core.parallel.context import ring
 from hp_core.parallel.context.attention import METHODS
 from hp_core.parallel.context.sequence import SLICE, SequenceSlice, cut, sight, slices_of
@@ -242,7 +242,9 @@ def test_heads_that_can_not_be_traded_are_refused_by_the_model() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_scores_that_are_not_known_are_refused(method: str) -> None:
     part = cut({"position_ids": POSITIONS}, {"labels": torch.zeros(2, LENGTH)}, rank=0, group=Two(), balanced=True)
-    with pytest.raises(RunError, match="Attention: context parallelism knows no cap on scores"):
+    with pytest.raises(
+        InputError, match=r"accelerator\.cp_size: Attention: context parallelism knows no cap on scores"
+    ):
         METHODS[method](Attention(), *tensors()[:3], None, **{SLICE: part[0][SLICE], "softcap": 30.0})
 
 

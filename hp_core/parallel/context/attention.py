@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -14,9 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hp_core.errors import InputError, Problem, RunError
+from hp_core.errors import InputError, Problem
 from hp_core.parallel.context.all_gather import all_gather_attention
-from hp_core.parallel.context.method import head_problems
+from hp_core.parallel.context.method import PATH, config_problems, head_problems
 from hp_core.parallel.context.ring import ring_attention
 from hp_core.parallel.context.sequence import SLICE, SequenceSlice
 from hp_core.parallel.context.ulysses import ulysses_attention
@@ -53,7 +53,7 @@ class ContextAttention:
         """As transformers calls it; its mask, of the rank's own positions, is only used without a slice.
 
         Raises:
-            RunError: the attention scores in a way that is not known here.
+            InputError: the attention scores in a way that is not known here.
         """
         sequence_slice = options.pop(SLICE, None)
         if not isinstance(sequence_slice, SequenceSlice):
@@ -61,10 +61,17 @@ class ContextAttention:
                 module, query, key, value, attention_mask, **options
             )
             return found
-        for name, meaning in (("position_bias", "learned position bias"), ("softcap", "cap on scores")):
-            if options.get(name) is not None:
-                raise RunError(f"{type(module).__name__}: context parallelism knows no {meaning}")
+        if problems := list(score_problems(module, options)):
+            raise InputError(problems)
         return self.attend(module, query, key, value, sequence_slice, options), None
+
+
+def score_problems(module: nn.Module, options: Mapping[str, Any]) -> Iterator[Problem]:
+    """How an attention scores that is not known here, from what the model hands to it."""
+    for name, meaning in (("position_bias", "learned position bias"), ("softcap", "cap on scores")):
+        if options.get(name) is not None:
+            message = f"{type(module).__name__}: context parallelism knows no {meaning}"
+            yield Problem(message, path=PATH, hint="remove 'cp_size'")
 
 
 METHODS: Mapping[str, ContextAttention] = MappingProxyType(
@@ -80,18 +87,26 @@ def use_context_attention(model: PreTrainedModel, setup: DistributedSetup) -> No
     """Have every attention of `model` see the whole sequence where it is told of a slice; otherwise it is sdpa.
 
     Raises:
-        InputError: the model's attention is not transformers' sdpa, or its heads can't be exchanged among the ranks.
+        InputError: the model's attention is not transformers' sdpa, its heads can't be exchanged among the ranks, or
+            its configuration has what depends on more of a sequence than attention sees.
     """
     found = model.config._attn_implementation
     if found != "sdpa":
         message = f"context parallelism needs the attention of torch, and the model uses {found!r}"
-        raise InputError(Problem(message, path="accelerator.cp_size", hint="write model.attn_implementation: sdpa"))
-    if problems := list(head_problems(sizes_in_config(model.config.to_dict()), setup.accelerator)):
+        raise InputError(Problem(message, path=PATH, hint="write model.attn_implementation: sdpa"))
+    values = model.config.to_dict()
+    problems = [*head_problems(sizes_in_config(values), setup.accelerator), *config_problems(values)]
+    if problems:
         raise InputError(problems)
-    name = _name(setup)
-    ALL_ATTENTION_FUNCTIONS.register(name, METHODS[setup.accelerator.cp_method])
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+    name = attention_name(setup)
+    register(name, METHODS[setup.accelerator.cp_method], sdpa_mask)
     model.set_attn_implementation(name)
+
+
+def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Let models whose `attn_implementation` is `name` use these two."""
+    ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
 
 
 def require_context_attention(model: nn.Module, setup: DistributedSetup) -> None:
@@ -102,11 +117,12 @@ def require_context_attention(model: nn.Module, setup: DistributedSetup) -> None
     """
     if setup.sizes.cp == 1:
         return
-    if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != _name(setup):
+    if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != attention_name(setup):
         message = f"the attention of {type(model).__name__} does not see the parts of a sequence on other ranks"
         hint = "a model builder finishes its skeleton with hp_core.finish_model(model, distributed_setup)"
-        raise InputError(Problem(message, path="accelerator.cp_size", hint=hint))
+        raise InputError(Problem(message, path=PATH, hint=hint))
 
 
-def _name(setup: DistributedSetup) -> str:
+def attention_name(setup: DistributedSetup) -> str:
+    """The `attn_implementation` of models whose sequences are shared."""
     return f"hp_context_{setup.accelerator.cp_method}"

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from hp_core.errors import RunError
+from hp_core.errors import InputError, Problem
+from hp_core.parallel.context.method import PATH
 from hp_core.parallel.context.sequence import SequenceSlice
 
 
@@ -30,9 +31,8 @@ def ulysses_attention(
     group = sequence_slice.group
     num_ranks, num_heads = group.size(), query.shape[1]
     if num_heads % num_ranks:
-        raise RunError(
-            f"{type(module).__name__}: {num_heads} attention heads can't be exchanged among {num_ranks} ranks"
-        )
+        message = f"{type(module).__name__}: {num_heads} attention heads can't be exchanged among {num_ranks} ranks"
+        raise InputError(Problem(message, path=PATH, hint="write accelerator.cp_method: ring or all_gather"))
     # As many copies as let each rank have the heads that its queries ask for, and no more.
     copies = num_ranks // math.gcd(key.shape[1], num_ranks)
     key, value = (one.repeat_interleave(copies, dim=1) for one in (key, value))
