@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from hp_core.training.loss import IGNORE_INDEX
-from hp_plugins.losses.objective import at_least_fp32
+from hp_plugins.losses.objective import at_least_fp32, summed
 from hp_plugins.losses.router import RouterBalance, RouterZLoss
 from hp_plugins.losses.targets import IgnoreIndex, TokenWeights
 from hp_plugins.losses.token_loss import TokenLoss
@@ -50,15 +50,12 @@ class FocalLoss(TokenLoss):
         """
         logits = at_least_fp32(model_output.logits)
         targets = self._supervision.targets(labels, columns, logits.shape[-1])
-        is_plain = self._gamma == 0 and targets.weights is None
-        losses = F.cross_entropy(
-            logits.flatten(0, 1), targets.labels, ignore_index=IGNORE_INDEX, reduction="sum" if is_plain else "none"
-        )
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.labels, ignore_index=IGNORE_INDEX, reduction="none")
         if self._gamma:
             losses = modulated(losses, self._gamma)
         if targets.weights is not None:
             losses = losses * targets.weights
-        return losses.sum()
+        return summed(losses)
 
 
 def modulated(cross_entropies: torch.Tensor, gamma: float) -> torch.Tensor:
