@@ -469,6 +469,12 @@ def test_errors_hide_what_came_from_the_environment(bench: Workbench) -> None:
     ]
 
 
+NO_CONTRACT = [
+    f"    {key}: null  # default"
+    for key in ("params", "in_src", "in_dst", "out_src", "out_dst", "inner_wrapper", "local_compute_fn")
+]
+
+
 def test_resolved_entries(bench: Workbench) -> None:
     recipe = bench.load(FULL, "--plan_overrides[1].when=dp")
     for origins in (False, True):
@@ -476,7 +482,7 @@ def test_resolved_entries(bench: Workbench) -> None:
         assert again.config == recipe.config
     lines = bench.relative(resolved_yaml(recipe, origins=True).splitlines())
     start = lines.index("plan_overrides:")
-    assert lines[start : start + 20] == [
+    assert lines[start : start + 34] == [
         "plan_overrides:",
         '  - match: "*norm"  # recipe.yaml:6:12',
         "    when: null  # default",
@@ -486,6 +492,7 @@ def test_resolved_entries(bench: Workbench) -> None:
         "      name: fast_norm  # recipe.yaml:7:21",
         "      # eps: null  # default",
         "      # mode: plain  # default",
+        *NO_CONTRACT,
         '  - match: ["a.*", b]  # recipe.yaml:8:12',
         "    when: dp  # --plan_overrides[1].when=dp",
         "    module_type: torch.nn.Linear  # recipe.yaml:10:18",
@@ -493,8 +500,9 @@ def test_resolved_entries(bench: Workbench) -> None:
         "    replace_module:",
         f"      _target_: {REPLACEMENTS}.Wrapped  # recipe.yaml:12:32",
         "      width: 3  # recipe.yaml:12:74",
+        *NO_CONTRACT,
         "evaluation:",
-        *lines[start + 17 : start + 20],
+        *lines[start + 31 : start + 34],
     ]
     assert to_shown_data(resolved_tree(bench.load(MINIMAL)))["plan_overrides"] == []
     assert to_shown_data(resolved_tree(bench.load(f"{MINIMAL}plan_overrides:\n")))["plan_overrides"] == []
