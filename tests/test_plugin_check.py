@@ -29,7 +29,7 @@ REFUSED = {
     ),
     "misspelt beyond recognition": (
         "@hookimpl\ndef xyz(config):\n    return 1\n",
-        [f"the hookimpl 'xyz' is no hook of {HOST}; hooks: on_plan, build_model, "],
+        [f"the hookimpl 'xyz' is no hook of {HOST}; hooks: build_model, replace_module, on_plan, "],
     ),
     "undecorated": (
         "def build_loss(config):\n    return 1\n",
