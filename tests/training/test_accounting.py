@@ -14,7 +14,7 @@ from hp_core.errors import InputError, RunError
 from hp_core.training.accounting import MicroBatch, StepCounts, StepLoss, count_step, loss_entries, zero_of
 from hp_core.training.loss import IGNORE_INDEX, LossContract, ModelOutputLoss, contract_of, reduction_of
 
-ALONE = SimpleNamespace(sum_on_host=lambda values: values, gather_on_host=lambda values: [values])
+ALONE = SimpleNamespace(sum_on_host=lambda values: values, gather_on_host=lambda values: [values], has_last_stage=True)
 
 
 def part(reduction="mean", **counts):
