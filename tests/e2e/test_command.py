@@ -68,8 +68,12 @@ def test_two_processes_by_the_launcher(tmp_path):
         "launcher": "torchrun",
         "device": "cpu",
         "backend": "gloo",
+        "pp": 1,
         "dp_replicate": 1,
         "dp_shard": 2,
+        "cp": 1,
+        "tp": 1,
+        "ep": 1,
         "threads": 0,
         "deterministic": False,
     }
@@ -335,7 +339,7 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
         assert second.returncode == 2
         assert "another run is writing to" in second.stderr
     first.send_signal(signal.SIGINT)
-    assert first.wait(timeout=30) == 130
+    assert first.wait(timeout=120) == 130
     assert first.stderr.read().strip() == "interrupted; --checkpoint.resume=latest goes on from the last checkpoint"
     first.stdout.close()
     first.stderr.close()

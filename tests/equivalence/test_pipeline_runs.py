@@ -157,7 +157,7 @@ def weights(
     environment: ProcessEnvironment, name: str, pp_size: int, pretrained: str | None, exported: str | None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The whole weights of the rank's stages, and the logits of the whole model."""
-    schedule = {"pp_schedule": "interleaved_1f1b"} if environment.world_size < 4 else {}
+    schedule = {"pp_schedule": "interleaved_1f1b"} if environment.world_size == 2 else {}
     with a_setup(environment, accelerator=AcceleratorConfig(pp_size=pp_size, **schedule)) as setup:
         model = build(setup, None if pretrained else CONFIGS[name], pretrained=pretrained)
         if exported:
