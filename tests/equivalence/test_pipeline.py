@@ -86,8 +86,9 @@ def test_rows_without_targets_add_nothing(silent):
     assert_same(found, found_on(case("llama", silent=silent), Layout()))
 
 
-def test_a_step_of_fewer_micro_batches_than_stages_is_filled_up():
-    layout = Layout(4, {"pp_size": 4}, num_micro_batches=2)
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_step_of_fewer_micro_batches_than_stages(number):
+    layout = Layout(4, {"pp_size": 4}, num_micro_batches=number)
     assert_same(found_on(case("llama"), layout), alone("llama"))
 
 

@@ -210,7 +210,9 @@ class Pipeline:
             )
             for stage in self.stages
         ]
-        kind = schedules.get_schedule_class(self.schedule.torch_name)
+        # With fewer micro-batches than stages 1F1B is GPipe, and torch refuses to call it otherwise.
+        is_short = self.schedule.name == "1f1b" and num_jobs < self.num_stages
+        kind = schedules.get_schedule_class("GPipe" if is_short else self.schedule.torch_name)
         of = stages if self.schedule.is_interleaved else stages[0]
         return kind(of, n_microbatches=num_jobs, loss_fn=lambda output, target: output, scale_grads=False)
 

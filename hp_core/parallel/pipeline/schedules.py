@@ -41,8 +41,6 @@ class Schedule:
 
     def takes(self, num_micro_batches: int, pp_size: int) -> bool:
         """Whether a step may be made of so many micro-batches."""
-        if self.name == "1f1b":
-            return num_micro_batches >= pp_size
         if self.is_interleaved and self.placement == "loop":
             return num_micro_batches % max(1, num_micro_batches // pp_size) == 0
         return True
