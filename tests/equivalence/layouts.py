@@ -221,7 +221,7 @@ def assert_same(
 ) -> None:
     """The loss within `loss`; each gradient within `absolute` and, of its largest element, `relative`."""
     assert abs(found.loss - wanted.loss) <= loss, (found.loss, wanted.loss)
-    assert abs(found.norm / wanted.norm - 1) <= relative, (found.norm, wanted.norm)
+    assert abs(found.norm - wanted.norm) <= relative * wanted.norm, (found.norm, wanted.norm)
     assert set(found.gradients) == set(wanted.gradients)
     for name, gradient in wanted.gradients.items():
         difference = float((found.gradients[name] - gradient).abs().max())

@@ -23,7 +23,7 @@ from hp_core.testing.setups import tiny_setup
 from hp_plugins.optimizers.adamw import AdamW
 from tests.model.tiny import build
 
-STAGES = ("share_tensors", "shard_model", "initialize_weights", "load_weights")
+STAGES = ("apply_plan", "shard_model", "initialize_weights", "load_weights")
 IDS = torch.arange(40).reshape(2, 20)
 
 
@@ -83,7 +83,7 @@ def test_tied_weights_are_one_through_every_stage(tmp_path: Any) -> None:
     for num_ranks, tp_size, pretrained in ((2, 1, None), (2, 1, directory), (2, 2, None)):
         for found in run_ranks(tied_on, num_ranks, tp_size, pretrained):
             stages = ["shard_model", "load_weights" if pretrained else "initialize_weights"]
-            stages += ["share_tensors"] if tp_size > 1 else []
+            stages += ["apply_plan"] if tp_size > 1 else []
             names = {f"{when} {stage}" for stage in stages for when in ("before", "after")}
             assert found["seen"] == dict.fromkeys({*names, "built", "after a step"}, True)
             assert found["entries"] == 1
