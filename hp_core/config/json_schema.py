@@ -9,9 +9,11 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import CoreSchema
 
 from hp_core.components import Component, Components
-from hp_core.config.models import PlanOverride, TrainerConfig, section_in
+from hp_core.config.base import section_in
+from hp_core.config.models import TrainerConfig
 from hp_core.config.nested import nested_group
 from hp_core.config.path import ITEM
+from hp_core.config.plan_override import PlanOverride
 from hp_core.config.section import IMPORT_PATH, NAME, SECTIONS, ComponentSection
 from hp_core.config.shape import members
 from hp_core.config.signature import EMPTY, Parameter, Signature, argument_adapter

@@ -10,8 +10,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 
 from hp_core.components import Component, Components
+from hp_core.config.base import Section, section_in
 from hp_core.config.json_schema import Schema, SchemaGenerator, component_schema
-from hp_core.config.models import Section, TrainerConfig, section_in
+from hp_core.config.models import TrainerConfig
 from hp_core.config.section import SECTIONS, ComponentSection, section_at
 from hp_core.config.shape import members
 from hp_core.config.target import Target

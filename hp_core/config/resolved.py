@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from hp_core.config.base import Section, section_in
 from hp_core.config.loader import Recipe
-from hp_core.config.models import Section, TrainerConfig, section_in
+from hp_core.config.models import TrainerConfig
 from hp_core.config.node import NULL, Entry, ListNode, MapNode, Node, ScalarNode, from_data, is_null
 from hp_core.config.section import ComponentSection, section_at
 from hp_core.errors import Origin

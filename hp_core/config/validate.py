@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from hp_core.components import Components
-from hp_core.config.models import Section, TrainerConfig, section_in
+from hp_core.config.base import Section, section_in
+from hp_core.config.models import TrainerConfig
 from hp_core.config.node import ListNode, MapNode, Node, ScalarNode, is_null, nearest_origin, put, to_data
 from hp_core.config.path import Path, format_path
 from hp_core.config.plan_entry import entry_problems

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hp_core.config.models import CONFLICT
+from hp_core.config.base import CONFLICT
 from hp_core.config.node import MapNode, Node, ScalarNode, descend, describe, find, nearest_origin
 from hp_core.config.path import Path, format_path
 from hp_core.config.scalar import resolve_plain

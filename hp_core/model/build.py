@@ -78,7 +78,7 @@ def finish_model(
         apply_plan(model, plan.tensors, setup.mesh["tp"])
     if setup.expert_mesh is not None:
         spread_experts(model, setup, plan.experts)
-    pipeline = Pipeline(model, setup) if setup.sizes.pp > 1 else None
+    pipeline = Pipeline(model, setup, [one.layers for one in plan.stages]) if plan.stages else None
     shard_model(model, setup)
     if files is None:
         model.to_empty(device=setup.device)

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hp_core.config.importing import INNER_WRAPPER_MARK, LOCAL_COMPUTE_MARK
-from hp_core.config.models import PlanOverride
+from hp_core.config.plan_override import PlanOverride
 from hp_core.config.target import Target
 from hp_core.entry_points import describe
 from hp_core.errors import HpError, InputError, Problem
 from hp_core.model.replacement.claim import Claim, Rule, claim
+from hp_core.model.replacement.contract import marked
 from hp_core.parallel.expert.dispatch import LocalCompute
 from hp_core.parallel.expert.experts import holds_experts
 from hp_core.parallel.plan.active import is_active
@@ -36,7 +37,7 @@ def inner_wrapper(function: Function) -> Function:
     Raises:
         TypeError: it doesn't declare `target_module`, or takes `**kwargs`, which would swallow misspelt arguments.
     """
-    return _marked(function, INNER_WRAPPER_MARK, "inner wrapper", ("target_module",))
+    return marked(function, INNER_WRAPPER_MARK, "inner wrapper", ("target_module",))
 
 
 def local_compute(factory: Function) -> Function:
@@ -51,18 +52,7 @@ def local_compute(factory: Function) -> Function:
     Raises:
         TypeError: it takes `**kwargs`, which would swallow misspelt arguments.
     """
-    return _marked(factory, LOCAL_COMPUTE_MARK, "local computation", ())
-
-
-def _marked(function: Function, mark: str, kind: str, needed: Sequence[str]) -> Function:
-    parameters = inspect.signature(function).parameters
-    name = getattr(function, "__qualname__", repr(function))
-    if missing := [one for one in needed if one not in parameters]:
-        raise TypeError(f"the {kind} {name} must declare {', '.join(missing)}")
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        raise TypeError(f"the {kind} {name} must declare its arguments by name, without **kwargs")
-    setattr(function, mark, True)
-    return function
+    return marked(factory, LOCAL_COMPUTE_MARK, "local computation", ())
 
 
 @dataclass(frozen=True)
@@ -87,28 +77,26 @@ def inject(model: nn.Module, overrides: Iterable[PlanOverride], setup: Distribut
             something or leaves the forward as it was, a computation with other parameters than the forward's.
     """
     entries = [Rule(index, one) for index, one in enumerate(overrides)]
-    done = [
-        *_injected(
-            model, [one for one in entries if one.override.inner_wrapper is not None], setup, _woven, "inner_wrapper"
-        ),
-        *_injected(
-            model,
-            [one for one in entries if one.override.local_compute_fn is not None],
-            setup,
-            _swapped,
-            "local_compute_fn",
-        ),
-    ]
-    return tuple(done)
+    wrappers = [(one, target) for one in entries if (target := one.override.inner_wrapper) is not None]
+    computes = [(one, target) for one in entries if (target := one.override.local_compute_fn) is not None]
+    return (
+        *_injected(model, wrappers, setup, _woven, "inner_wrapper"),
+        *_injected(model, computes, setup, _swapped, "local_compute_fn"),
+    )
 
 
 _Injecting = Callable[[Claim, Target, Mapping[str, Any]], Iterator[Problem]]
 
 
 def _injected(
-    model: nn.Module, rules: Sequence[Rule], setup: DistributedSetup, injecting: _Injecting, field: str
+    model: nn.Module,
+    entries: Sequence[tuple[Rule, Target]],
+    setup: DistributedSetup,
+    injecting: _Injecting,
+    field: str,
 ) -> Iterator[Injection]:
-    rules = [Rule(one.index, by_name(one.override)) for one in rules]
+    targets = {one.index: target for one, target in entries}
+    rules = [Rule(one.index, by_name(one.override)) for one, _ in entries]
     active = [one for one in rules if is_active(one.override, setup.sizes.all)]
     claims = claim(model, active, verb="changes") if active else []
     idle = [one for rule in rules if rule not in active for one in claim(model, [rule], verb="changes")]
@@ -120,19 +108,15 @@ def _injected(
         "ep_mesh": None if setup.expert_mesh is None else setup.expert_mesh["ep"],
     }
     for one in claims if not problems else ():
-        target = one.rule.override.inner_wrapper if field == "inner_wrapper" else one.rule.override.local_compute_fn
-        assert target is not None
-        problems += injecting(one, target, meshes)
+        problems += injecting(one, targets[one.rule.index], meshes)
     if problems:
         raise InputError(grouped(problems))
-    by_rule: dict[str, list[Claim]] = {}
+    by_rule: dict[int, list[Claim]] = {}
     for one in claims:
-        by_rule.setdefault(one.rule.path, []).append(one)
-    for path, own in by_rule.items():
-        override = own[0].rule.override
-        target = override.inner_wrapper if field == "inner_wrapper" else override.local_compute_fn
-        assert target is not None
-        yield Injection(f"{path}.{field}", target.spelling, tuple(one.fqn for one in own))
+        by_rule.setdefault(one.rule.index, []).append(one)
+    for index, own in by_rule.items():
+        path = f"{own[0].rule.path}.{field}"
+        yield Injection(path, targets[index].spelling, tuple(one.fqn for one in own))
 
 
 def _of_another_kind(one: Claim, field: str) -> Iterator[Problem]:
@@ -149,12 +133,9 @@ def _of_another_kind(one: Claim, field: str) -> Iterator[Problem]:
 def _woven(one: Claim, target: Target, meshes: Mapping[str, Any]) -> Iterator[Problem]:
     path = f"{one.rule.path}.inner_wrapper"
     before = one.module.forward
-    try:
-        given = target.build(target_module=one.module, **meshes)
-    except HpError:
-        raise
-    except Exception as error:
-        yield Problem(f"{one.fqn}: {target.spelling} raises {describe(error)}", path)
+    given, problem = _built(one, path, target, target_module=one.module, **meshes)
+    if problem is not None:
+        yield problem
         return
     if given is not None:
         yield Problem(f"{one.fqn}: {target.spelling} returns a {type(given).__name__}, not None", path)
@@ -167,12 +148,9 @@ def _woven(one: Claim, target: Target, meshes: Mapping[str, Any]) -> Iterator[Pr
 
 def _swapped(one: Claim, target: Target, meshes: Mapping[str, Any]) -> Iterator[Problem]:
     path = f"{one.rule.path}.local_compute_fn"
-    try:
-        compute = target.build(module=one.module, **meshes)
-    except HpError:
-        raise
-    except Exception as error:
-        yield Problem(f"{one.fqn}: {target.spelling} raises {describe(error)}", path)
+    compute, problem = _built(one, path, target, module=one.module, **meshes)
+    if problem is not None:
+        yield problem
         return
     if not callable(compute):
         yield Problem(f"{one.fqn}: {target.spelling} returns a {type(compute).__name__}, no function", path)
@@ -181,6 +159,15 @@ def _swapped(one: Claim, target: Target, meshes: Mapping[str, Any]) -> Iterator[
     if not wrong:
         one.module.forward = LocalCompute(compute)
     yield from wrong
+
+
+def _built(one: Claim, path: str, target: Target, **given: Any) -> tuple[Any, Problem | None]:
+    try:
+        return target.build(**given), None
+    except HpError:
+        raise
+    except Exception as error:
+        return None, Problem(f"{one.fqn}: {target.spelling} raises {describe(error)}", path)
 
 
 def _other_parameters(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from hp_core.config.models import PlanOverride
+from hp_core.config.plan_override import PlanOverride
 from hp_core.config.target import Target
 from hp_core.model.build import finish_model
 from hp_core.model.export import original_tensors

@@ -16,7 +16,7 @@ from hp_core.data.order import GlobalOrder, StepBatches, evaluation_batches
 from hp_core.data.protocols import Datasets, MeshContext, RowDataset
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.fsdp import require_sharded
-from hp_core.parallel.pipeline.runner import counted_parameters, pipeline_of
+from hp_core.parallel.pipeline.runner import counted_parameters
 from hp_core.parallel.ready import require_split
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepCounts, StepLoss, count_step, on_device
@@ -116,10 +116,6 @@ class BaseTrainer:
             self.setup.planner.require_applied()
             for line in self.setup.planner.lines():
                 self.run.console.say(line)
-        pipeline = pipeline_of(self.model)
-        if pipeline is not None:
-            self.run.record(stages=pipeline.summaries())
-            self.run.console.say(pipeline.line())
         self.run.model = self.model
 
     def _build_loss(self) -> None:

@@ -19,6 +19,7 @@ from hp_core.config.target import Target
 from hp_core.entry_points import describe
 from hp_core.errors import HpError, InputError, Problem, RunError
 from hp_core.model.tiny import FAMILIES, tiny_model
+from hp_core.parallel.expert.count import NUM_EXPERTS_KEYS
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.parallel.tiny import tiny_setup
 from hp_core.plugins import Plugins
@@ -31,8 +32,6 @@ from hp_core.training.loss_rows import LENGTH, NUM_IDS, Batch
 from hp_core.training.startup import require_on_shards, told_of_the_loss
 
 _DENSE_FAMILY, _EXPERTS_FAMILY = "llama", "qwen3_moe"
-# How configurations of transformers say that a model is a mixture of experts.
-_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 # The trainer whose batches the tiny rows are like.
 _TEXT = "text"
 # Initial logits are nearly equal, and so are then the costs of all tokens.
@@ -70,7 +69,7 @@ class StandIn:
         known = [name for name, one in FAMILIES.items() if one["model_type"] == values.get("model_type")]
         vocab_size = values.get("vocab_size")
         return cls(
-            known[0] if known else _EXPERTS_FAMILY if _EXPERTS & set(values) else _DENSE_FAMILY,
+            known[0] if known else _EXPERTS_FAMILY if set(NUM_EXPERTS_KEYS) & set(values) else _DENSE_FAMILY,
             bool(known),
             max(vocab_size, NUM_IDS) if isinstance(vocab_size, int) else None,
         )

@@ -11,8 +11,7 @@ import time
 from statistics import median
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers import PreTrainedModel
 
 from hp_core.config.models import AcceleratorConfig, FsdpConfig
 from hp_core.parallel.fsdp import shard_model
@@ -21,7 +20,7 @@ from hp_core.parallel.plan.model_plan import plan_model
 from hp_core.parallel.sizes import ParallelSizes
 from hp_core.parallel.tensor.apply import apply_plan
 from hp_core.parallel.tiny import fake_setup
-from tests.benchmarks.replacement import skeleton as qwen3_235b
+from tests.benchmarks.qwen3_moe import qwen3_30b, qwen3_235b
 
 NUM_RUNS = 5
 GOAL_MS = 3000
@@ -42,25 +41,6 @@ def measure() -> dict[str, Any]:
         "applied": _applied(),
         "goal_ms": GOAL_MS,
     }
-
-
-def qwen3_30b() -> PreTrainedModel:
-    """Qwen3-30B-A3B without weights."""
-    config = Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-    )
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
 
 
 def _planned(model: PreTrainedModel, sizes: ParallelSizes) -> dict[str, Any]:

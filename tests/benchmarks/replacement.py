@@ -11,13 +11,11 @@ import time
 from statistics import median
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
-
 from hp_core.components import Components
-from hp_core.config.models import PlanOverride
+from hp_core.config.plan_override import PlanOverride
 from hp_core.config.target import Target
 from hp_core.model.replacement.replacer import ModuleReplacer
+from tests.benchmarks.qwen3_moe import qwen3_235b
 from tests.model.replacement.rules import call_factory
 from tests.model.tiny import a_setup
 
@@ -40,7 +38,7 @@ def measure() -> dict[str, Any]:
         for _ in range(NUM_RUNS):
             gc.collect()
             started = time.perf_counter()
-            model = skeleton()
+            model = qwen3_235b()
             made = time.perf_counter()
             replaced = ModuleReplacer(rules, call_factory).apply(model, setup)
             plans.append(1e3 * (time.perf_counter() - made))
@@ -57,25 +55,6 @@ def measure() -> dict[str, Any]:
         "goal_ms": GOAL_MS,
         "time_ratio_plan_to_skeleton": round(median(plans) / median(skeletons), 3),
     }
-
-
-def skeleton() -> PreTrainedModel:
-    """Qwen3-235B-A22B without weights."""
-    config = Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        moe_intermediate_size=1536,
-        num_hidden_layers=94,
-        num_attention_heads=64,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-    )
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
 
 
 def _rule(components: Components, index: int, match: str, name: str) -> PlanOverride:

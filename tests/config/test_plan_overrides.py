@@ -9,7 +9,7 @@ import pytest
 
 from hp_core.config.diff import differences
 from hp_core.config.importing import import_module_type
-from hp_core.config.models import AxisPlacements, PlanOverride
+from hp_core.config.plan_override import AxisPlacements, PlanOverride
 from hp_core.config.render import resolved_yaml
 from hp_core.config.resolved import resolved_tree, to_shown_data
 from hp_core.errors import InputError

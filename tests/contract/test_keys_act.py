@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from hp_core.components import Components, group
-from hp_core.config.models import Section, TrainerConfig, section_in
+from hp_core.config.base import Section, section_in
+from hp_core.config.models import TrainerConfig
 from hp_core.config.signature import Signature
 from hp_core.observe.trackers import read_metrics
 from tests.contract.texts import write_texts
@@ -175,6 +176,11 @@ def ways_to_share_sequences(*ways: str) -> Callable[[Bench], bool]:
     return check
 
 
+def plan_of(directory: Path) -> dict[str, Any]:
+    plan: dict[str, Any] = json.loads((directory / "plan.json").read_text())
+    return plan
+
+
 IN_STAGES = ("--accelerator.pp_size=2", "--training.global_batch_size=4", "--training.micro_batch_size=1")
 LAYERS = "--model.config.num_hidden_layers=6"
 
@@ -197,12 +203,12 @@ def schedules(bench: Bench) -> bool:
 def stages(bench: Bench) -> bool:
     base = (LAYERS, *IN_STAGES, "--accelerator.pp_schedule=interleaved_1f1b")
     outcome = bench.run(*base, "--accelerator.pp_stages_per_rank=3", nproc=2)
-    return [one["rank"] for one in manifest(outcome.directory)["stages"]] == [0, 1, 0, 1, 0, 1]
+    return [one["pp_rank"] for one in plan_of(outcome.directory)["stages"]] == [0, 1, 0, 1, 0, 1]
 
 
 def layers_of_stages(bench: Bench) -> bool:
     outcome = bench.run(LAYERS, *IN_STAGES, "--accelerator.pp_layers=[5, 1]", nproc=2)
-    return [one["num_layers"] for one in manifest(outcome.directory)["stages"]] == [5, 1]
+    return [one["last_layer"] for one in plan_of(outcome.directory)["stages"]] == [4, 5]
 
 
 def halves(key: str, module: str, dim: int, *more: str) -> Callable[[Bench], bool]:
@@ -304,8 +310,7 @@ def chained(bench: Bench) -> dict[str, Any]:
     entries = f"--plan_overrides={json.dumps(CHAIN)}"
     alone, shared = bench.run(), bench.run(entries, "--accelerator.tp_size=2", nproc=2)
     assert shared.losses() == pytest.approx(alone.losses(), abs=1e-5)
-    plan: dict[str, Any] = json.loads((shared.directory / "plan.json").read_text())
-    return plan
+    return plan_of(shared.directory)
 
 
 def cut_parameters(bench: Bench) -> bool:

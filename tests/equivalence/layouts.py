@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hp_core.config.models import AcceleratorConfig, FsdpConfig, PlanOverride
+from hp_core.config.models import AcceleratorConfig, FsdpConfig
+from hp_core.config.plan_override import PlanOverride
 from hp_core.model.tiny import tiny_config
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.environment import ProcessEnvironment

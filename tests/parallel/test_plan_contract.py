@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hp_core.config.models import AxisPlacements, PlanOverride
+from hp_core.config.plan_override import AxisPlacements, PlanOverride
 from hp_core.errors import InputError
 from hp_core.parallel.plan.contract import contracts_of
 from hp_core.parallel.plan.derive import derive_plan

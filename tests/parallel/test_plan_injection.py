@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hp_core import inner_wrapper, local_compute
-from hp_core.config.models import PlanOverride
+from hp_core.config.plan_override import PlanOverride
 from hp_core.config.target import Target
 from hp_core.errors import InputError
 from hp_core.parallel.injection import inject

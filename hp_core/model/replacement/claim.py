@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from hp_core.config.importing import import_module_type
-from hp_core.config.models import PlanOverride
+from hp_core.config.plan_override import PlanOverride
 from hp_core.errors import InputError, Problem
 from hp_core.spelling import did_you_mean, nearest
 

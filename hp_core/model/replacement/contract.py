@@ -29,15 +29,23 @@ def module_replacement(factory: Factory) -> Factory:
     Raises:
         TypeError: it doesn't declare the three, or takes `**kwargs`, which would swallow misspelt arguments.
     """
-    parameters = inspect.signature(factory).parameters
-    missing = [name for name in _GIVEN if name not in parameters]
-    name = getattr(factory, "__qualname__", repr(factory))
-    if missing:
-        raise TypeError(f"the module replacement {name} must declare {', '.join(missing)}")
+    return marked(factory, REPLACEMENT_MARK, "module replacement", _GIVEN)
+
+
+def marked(function: Factory, mark: str, kind: str, needed: Sequence[str]) -> Factory:
+    """`function` with the mark by which recipes know its kind.
+
+    Raises:
+        TypeError: it doesn't declare what is `needed`, or takes `**kwargs`.
+    """
+    parameters = inspect.signature(function).parameters
+    name = getattr(function, "__qualname__", repr(function))
+    if missing := [one for one in needed if one not in parameters]:
+        raise TypeError(f"the {kind} {name} must declare {', '.join(missing)}")
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        raise TypeError(f"the module replacement {name} must declare its arguments by name, without **kwargs")
-    setattr(factory, REPLACEMENT_MARK, True)
-    return factory
+        raise TypeError(f"the {kind} {name} must declare its arguments by name, without **kwargs")
+    setattr(function, mark, True)
+    return function
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hp_core.config.models import PlanOverride
+from hp_core.config.plan_override import PlanOverride
 from hp_core.entry_points import describe
 from hp_core.errors import ArgumentError, HpError, InputError, Problem
 from hp_core.model.replacement.claim import Claim, Rule, claim, listing

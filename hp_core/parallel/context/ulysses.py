@@ -17,6 +17,7 @@ from torch import nn
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.context.method import PATH
 from hp_core.parallel.context.sequence import SequenceSlice
+from hp_core.parallel.expert.exchange import exchange
 
 
 def ulysses_attention(
@@ -70,24 +71,6 @@ def _tokens_of_all_heads(output: torch.Tensor, group: dist.ProcessGroup) -> torc
 
 
 def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    exchanged: torch.Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
-    return exchanged
-
-
-class _Exchange(torch.autograd.Function):
-    """Part r of dimension 0 goes to rank r, part s comes from rank s; gradients go back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        parts = parts.contiguous()
-        came = torch.empty_like(parts)
-        dist.all_to_all_single(came, parts, group=group)
-        return came
-
-    @staticmethod
-    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor, None]:
-        parts = outer[0].contiguous()
-        came = torch.empty_like(parts)
-        dist.all_to_all_single(came, parts, group=ctx.group)
-        return came, None
+    """Part r of dimension 0 to rank r; part s comes from rank s."""
+    one_each = [1] * group.size()
+    return exchange(parts, one_each, one_each, group)

@@ -16,8 +16,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from hp_core.errors import InputError, Problem, RunError
 from hp_core.parallel.agreement import gathered
 from hp_core.parallel.dtypes import DTYPES
-from hp_core.parallel.pipeline.schedules import SCHEDULES, num_stages
-from hp_core.parallel.pipeline.stages import PATH, Anatomy, Stage, embedding_of, keep_stages, split_layers, trunk_of
+from hp_core.parallel.pipeline.schedules import SCHEDULES
+from hp_core.parallel.pipeline.stages import PATH, Anatomy, Stage, embedding_of, keep_stages, trunk_of
 from hp_core.parallel.pipeline.transport import Transport
 from hp_core.parallel.setup import DistributedSetup
 
@@ -43,12 +43,13 @@ class Pipeline:
     Outside of any, a call without gradients runs through the stages of all ranks, and every rank gets the logits.
     """
 
-    def __init__(self, model: PreTrainedModel, setup: DistributedSetup) -> None:
+    def __init__(self, model: PreTrainedModel, setup: DistributedSetup, split: Sequence[range]) -> None:
+        """Leave `model`, which is whole and on meta, the stages of this rank; `split` holds the layers of each."""
         accelerator = setup.accelerator
         self.anatomy = Anatomy.of(model)
         self.schedule = SCHEDULES[accelerator.pp_schedule]
-        self.num_stages = num_stages(accelerator, setup.sizes.pp)
-        self.split = split_layers(model, self.anatomy, self.num_stages, accelerator.pp_layers)
+        self.num_stages = len(split)
+        self.split = tuple(split)
         pp_rank = setup.axis_rank("pp")
         own = [one for one in range(self.num_stages) if self.schedule.rank_of(one, setup.sizes.pp) == pp_rank]
         ends = {self.schedule.rank_of(one, setup.sizes.pp) for one in (0, self.num_stages - 1)}
@@ -72,6 +73,7 @@ class Pipeline:
         self._jobs: Sequence[Any] = ()
         self._compute: Compute | None = None
         self._current: tuple[Stage, torch.Tensor] | None = None
+        self._modules = {stage: frozenset(stage.view.modules()) for stage in self.stages}
         for stage in self.stages:
             stage.view.forward = partial(self._pass, stage)
         model.forward = self
@@ -80,14 +82,6 @@ class Pipeline:
     def has_last(self) -> bool:
         """Whether this rank gives the logits."""
         return self.stages[-1].is_last
-
-    def summaries(self) -> list[dict[str, int]]:
-        """Of each stage, its rank along the pipeline and its layers."""
-        pp_size = self._setup.sizes.pp
-        return [
-            {"rank": self.schedule.rank_of(index, pp_size), "first_layer": layers.start, "num_layers": len(layers)}
-            for index, layers in enumerate(self.split)
-        ]
 
     @property
     def is_stage_main(self) -> bool:
@@ -102,11 +96,6 @@ class Pipeline:
         """The values of all ranks, each once, by stage. Every rank calls it."""
         by_rank: list[list[Kind]] = gathered(list(values), self._setup)
         return list(dict.fromkeys(value for one in by_rank for value in one))
-
-    def line(self) -> str:
-        """The division in words."""
-        numbers = ", ".join(str(len(layers)) for layers in self.split)
-        return f"pipeline: {self.schedule.name}, {self.num_stages} stages of {numbers} layers"
 
     def __call__(self, input_ids: torch.Tensor | None = None, **inputs: Any) -> Any:
         """The current stage's part of the model's call, or all stages' where none is running.
@@ -218,7 +207,7 @@ class Pipeline:
 
     def runs(self, module: nn.Module) -> bool:
         """Whether a module is part of the stage that is running."""
-        return self._current is not None and any(one is module for one in self._current[0].view.modules())
+        return self._current is not None and module in self._modules[self._current[0]]
 
     def _through_all(self, inputs: dict[str, Any]) -> CausalLMOutput:
         if torch.is_grad_enabled():

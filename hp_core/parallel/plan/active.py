@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hp_core.config.models import PlanOverride
+from hp_core.config.plan_override import PlanOverride
 
 
 def is_active(override: PlanOverride, sizes: Mapping[str, int]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from hp_core.config.models import AxisPlacements, PlanOverride
+from hp_core.config.plan_override import AxisPlacements, PlanOverride
 from hp_core.errors import InputError, Problem
 from hp_core.model.replacement.claim import Claim, Rule, claim
 from hp_core.parallel.plan.active import is_active

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hp_core.config.models import PlanOverride
+from hp_core.config.plan_override import PlanOverride
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.expert.experts import experts_of
 from hp_core.parallel.plan.boundary import Boundary, ShardingPlan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from hp_core.config.models import PlanOverride
+from hp_core.config.plan_override import PlanOverride
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.injection import Injection, inject
 from hp_core.parallel.plan.exchange import Settings

@@ -20,6 +20,11 @@ class StagePlan:
     first_layer: int
     last_layer: int
 
+    @property
+    def layers(self) -> range:
+        """The numbers as a range."""
+        return range(self.first_layer, self.last_layer + 1)
+
 
 @dataclass(frozen=True)
 class StagesPlan:

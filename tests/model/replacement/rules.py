@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hp_core.config.models import PlanOverride
+from hp_core.config.plan_override import PlanOverride
 from hp_core.config.target import Target
 from hp_core.model.replacement.replacer import ModuleReplacer
 from tests.model.tiny import a_setup, build
