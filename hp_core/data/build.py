@@ -1,91 +1,172 @@
-"""From a source of documents and a tokenizer to training and validation rows."""
+"""From sources of rows and a tokenizer to training and validation rows."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_core.data.fields import RowText
 from hp_core.data.fingerprint import fingerprint
-from hp_core.data.packing import MIN_SEQ_LEN, PackedRows, plan_rows
+from hp_core.data.mixed import MixedRows
+from hp_core.data.packing import Layout, PackedRows, plan_rows
 from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
+from hp_core.data.reading import Faults, Reading
+from hp_core.data.records import DocumentEncoder, Row, Source
 from hp_core.data.rows import WithEmptyRow
-from hp_core.data.sources import Source
 from hp_core.data.split import held_out
-from hp_core.data.tokens import TokenStore, build_tokens, document_bytes, split_hash
+from hp_core.data.text import split_hash, utf8
+from hp_core.data.tokens import TokenStore, build_tokens
 from hp_core.errors import ArgumentError, InputError
 
 
+@dataclass(frozen=True)
+class Part:
+    """One source of a dataset. A dataset of one part without a name isn't a mixture.
+
+    `encoder` makes the encoder of its rows for the run's tokenizer. `text` is what a tokenizer that is yet to be
+    learned reads of a row; None where it can't be. `weight` is the part's share of an epoch, None for its own size.
+    `loss_weight` multiplies what each of its targets counts for.
+    """
+
+    name: str
+    source: Source
+    encoder: Callable[[Tokenizer], DocumentEncoder]
+    text: RowText | None = None
+    weight: float | None = None
+    loss_weight: float = 1.0
+
+
 def build_datasets(
-    source: Source,
+    parts: Sequence[Part],
     *,
     tokenizer: Tokenizer | TrainableTokenizer | None,
-    max_seq_len: int,
-    cache_dir: Path,
+    layout: Layout,
+    reading: Reading,
     validation_fraction: float = 0.0,
-    validation_source: Source | None = None,
-    columns: Sequence[str] = (),
+    validation_parts: Sequence[Part] = (),
 ) -> Datasets:
-    """Encode, split and pack the documents of `source`: all that a text dataset component has left to do.
+    """Encode, split and pack the rows of `parts`: all that a dataset component has left to do.
 
-    Validation documents are those of `validation_source`, or the `validation_fraction` of `source` that
-    `hp_core.data.split.held_out` picks; a trainable tokenizer never sees them. `columns` names the documents'
-    `values`, which become arrays of the rows. Raises `ArgumentError` for arguments that can't be used and `InputError`
-    for documents that can't.
+    Validation documents are those of `validation_parts`, or the `validation_fraction` of all documents that
+    `hp_core.data.split.held_out` picks; a trainable tokenizer never sees them. Raises `ArgumentError` for arguments
+    that can't be used and `InputError` for rows that can't.
     """
     if tokenizer is None:
         raise ArgumentError("tokenizer", "this dataset needs a tokenizer", "add `tokenizer: {name: bytes}`")
-    if max_seq_len < MIN_SEQ_LEN:
-        raise ArgumentError("max_seq_len", f"{max_seq_len} is below {MIN_SEQ_LEN}, a token and its target")
-    if validation_source is not None and validation_fraction:
+    if validation_parts and validation_fraction:
         raise ArgumentError("validation_fraction", "validation documents are given too", "drop one of them")
     if isinstance(tokenizer, TrainableTokenizer):
-        tokenizer = tokenizer.train(
-            _training_texts(source, validation_fraction),
-            data_fingerprint=fingerprint("training documents", source.fingerprint, float(validation_fraction)),
-            cache_dir=cache_dir,
-        )
-    store = build_tokens(source, tokenizer, cache_dir, columns)
-    held = held_out(store.hashes, store.lengths > 0, validation_fraction)
+        tokenizer = _learned(tokenizer, parts, validation_fraction, reading)
+    stores = _stores(parts, tokenizer, reading)
+    held = _held_out(stores, validation_fraction)
     validation: WithEmptyRow | None = None
-    if validation_source is not None:
-        validation_store = build_tokens(validation_source, tokenizer, cache_dir, columns)
-        validation = _rows(validation_store, None, max_seq_len, tokenizer, "validation")
-    elif held.any():
-        validation = _rows(store, held, max_seq_len, tokenizer, "validation")
-    return Datasets(
-        train=_rows(store, ~held, max_seq_len, tokenizer, "training"), validation=validation, tokenizer=tokenizer
-    )
+    if validation_parts:
+        validation_stores = _stores(validation_parts, tokenizer, reading)
+        everything = [np.ones(len(store.lengths), dtype=bool) for store in validation_stores]
+        validation = _rows(validation_parts, validation_stores, everything, layout, tokenizer, "validation")
+    elif any(one.any() for one in held):
+        validation = _rows(parts, stores, held, layout, tokenizer, "validation")
+    train = _rows(parts, stores, [~one for one in held], layout, tokenizer, "training")
+    return Datasets(train=train, validation=validation, tokenizer=tokenizer)
+
+
+def _stores(parts: Sequence[Part], tokenizer: Tokenizer, reading: Reading) -> list[TokenStore]:
+    return [build_tokens(part.source, part.encoder(tokenizer), reading) for part in parts]
+
+
+def _held_out(stores: Sequence[TokenStore], fraction: float) -> list[NDArray[np.bool_]]:
+    """For each store, which of its documents are held out: chosen among the documents of all."""
+    hashes = np.concatenate([store.hashes for store in stores])
+    has_text = np.concatenate([store.lengths > 0 for store in stores])
+    ends = np.cumsum([len(store.lengths) for store in stores])
+    return np.split(held_out(hashes, has_text, fraction), ends[:-1])
 
 
 def _rows(
-    store: TokenStore, selected: NDArray[np.bool_] | None, max_seq_len: int, tokenizer: Tokenizer, role: str
+    parts: Sequence[Part],
+    stores: Sequence[TokenStore],
+    selected: Sequence[NDArray[np.bool_]],
+    layout: Layout,
+    tokenizer: Tokenizer,
+    role: str,
 ) -> WithEmptyRow:
-    plan = plan_rows(store.lengths, max_seq_len, selected)
-    if plan.num_rows == 0:
-        raise InputError(
-            f"the {role} data has nothing to predict: {plan.report.empty_documents} documents without text,"
-            f" {plan.report.short_documents} of one token, none longer"
-        )
-    return WithEmptyRow(PackedRows(store, plan, pad_id=tokenizer.eos_id))
+    """The rows of the selected documents; only validation may have none of a part."""
+    packed: list[PackedRows] = []
+    names: list[str] = []
+    for part, store, chosen in zip(parts, stores, selected, strict=True):
+        plan = plan_rows(store.lengths, layout, chosen)
+        if plan.num_rows == 0 and (role == "training" or len(parts) == 1):
+            source = f" of the source {part.name!r}" if part.name else ""
+            raise InputError(
+                f"the {role} data{source} has nothing to predict: {plan.report.empty_documents} documents without text,"
+                f" {plan.report.short_documents} of one token, none longer"
+            )
+        if plan.num_rows:
+            packed.append(PackedRows(store, plan, pad_id=tokenizer.eos_id))
+            names.append(part.name)
+    if not packed:
+        raise InputError(f"the {role} data has nothing to predict in any of its {len(parts)} sources")
+    if names == [""]:
+        return WithEmptyRow(packed[0])
+    return WithEmptyRow(MixedRows(packed, names))
 
 
-def _training_texts(source: Source, validation_fraction: float) -> Iterator[str]:
+def _learned(
+    tokenizer: TrainableTokenizer, parts: Sequence[Part], validation_fraction: float, reading: Reading
+) -> Tokenizer:
+    texts: list[tuple[Source, RowText]] = []
+    for part in parts:
+        if part.text is None:
+            name = part.name or part.source.name
+            raise ArgumentError("tokenizer", f"a tokenizer can't be learned from {name!r}", "name a finished tokenizer")
+        texts.append((part.source, part.text))
+    identity = [one for source, text in texts for one in (source.fingerprint, *text.identity)]
+    return tokenizer.train(
+        _training_texts(texts, validation_fraction, reading),
+        data_fingerprint=fingerprint("training documents", *identity, float(validation_fraction)),
+        cache_dir=reading.cache_dir,
+    )
+
+
+def _training_texts(
+    texts: Sequence[tuple[Source, RowText]], validation_fraction: float, reading: Reading
+) -> Iterator[str]:
     """The texts that are not held out; two passes, because one text alone can't tell that it is the only one."""
-    held: Iterable[bool] = repeat(False)
+    held: NDArray[np.bool_] | None = None
     if validation_fraction:
         hashes, has_text = array("Q"), array("b")
-        for document in source.documents():
-            hashes.append(split_hash(document))
-            has_text.append(bool(document.text))
+        for content_hash, text in _texts(texts, reading):
+            hashes.append(content_hash)
+            has_text.append(bool(text))
         held = held_out(
             np.frombuffer(hashes, dtype=np.uint64), np.frombuffer(has_text, dtype=np.bool_), validation_fraction
         )
-    for document, is_held in zip(source.documents(), held):  # noqa: B905 (repeat has no end)
-        if not is_held:
-            document_bytes(document)
-            yield document.text
+    for number, (_, text) in enumerate(_texts(texts, reading)):
+        if held is None or not held[number]:
+            yield text
+
+
+def _texts(texts: Sequence[tuple[Source, RowText]], reading: Reading) -> Iterator[tuple[int, str]]:
+    """Each text with its hash; faulty rows are left out or refused as when they are encoded."""
+    for source, text in texts:
+        faults = Faults(source.name)
+        for row in source.rows(text.fields):
+            one = row if isinstance(row, InputError) else _text(row, text)
+            if isinstance(one, InputError):
+                faults.add(one)
+                faults.require(reading)
+            else:
+                yield one
+
+
+def _text(row: Row, text: RowText) -> tuple[int, str] | InputError:
+    try:
+        content = text(row)
+        utf8(row, content)
+        return split_hash(row, content), content
+    except InputError as error:
+        return error

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hp_core.data.fields import Row, field_of
+from hp_core.data.fields import field_of
+from hp_core.data.records import Row
 from hp_core.errors import ArgumentError, InputError
 
 # What rows and batches hold already; `…_labels` are counted as targets, so a column of weights must not be called so.

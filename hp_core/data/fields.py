@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any, NamedTuple
+from typing import Any
 
+from hp_core.data.records import Row
 from hp_core.errors import ArgumentError, InputError
 from hp_core.spelling import did_you_mean
 
 DEFAULT_FIELD = "text"
-
-
-class Row(NamedTuple):
-    """One row of a file, and where it stands for messages; without types (CSV), every value is text."""
-
-    location: str
-    fields: Mapping[str, Any]
-    is_typed: bool = True
 
 
 @dataclass(frozen=True)

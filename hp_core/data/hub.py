@@ -1,34 +1,28 @@
-"""Documents of a data set on the Hugging Face Hub, or in a directory laid out like one."""
+"""Rows of a data set on the Hugging Face Hub, or in a directory laid out like one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hp_core.data.columns import RowColumns
-from hp_core.data.fields import Row, RowText
 from hp_core.data.fingerprint import file_fingerprint, fingerprint
-from hp_core.data.sources import Document
-from hp_core.errors import ArgumentError
+from hp_core.data.records import Place, Row
+from hp_core.errors import ArgumentError, InputError
 
 
 class HubSource:
-    """One split of a data set, through `datasets.load_dataset`; each row is a document."""
+    """One split of a data set, through `datasets.load_dataset`; its rows as they are."""
 
-    def __init__(
-        self, hub_id: str, config: str | None, split: str, text: RowText, columns: RowColumns | None = None
-    ) -> None:
+    def __init__(self, hub_id: str, config: str | None, split: str) -> None:
         self.hub_id = hub_id
         self.config = config
         self.split = split
-        self.text = text
-        self.columns = columns or RowColumns()
         self.name = f"{hub_id} ({split})"
 
     @cached_property
-    def rows(self) -> Any:
+    def dataset(self) -> Any:
         """The `datasets.Dataset`; downloaded once, to the Hub's own cache."""
         import datasets  # type: ignore[import-untyped]
 
@@ -50,19 +44,22 @@ class HubSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Depends on the content of the data set's cached files and on what is taken from them."""
-        cached = [file_fingerprint(Path(entry["filename"])) for entry in self.rows.cache_files]
+        """Depends on the content of the data set's cached files."""
+        cached = [file_fingerprint(Path(entry["filename"])) for entry in self.dataset.cache_files]
         if not cached:
-            parts: list[str | float] = []
-            for document in self.documents():
-                parts += (document.text, *document.values)
-            cached = [fingerprint(*parts)]
-        return fingerprint("hub", self.split, len(self.rows), *self.text.identity, *cached)
+            cached = [fingerprint(*map(repr, self.dataset))]
+        return fingerprint("hub", self.split, len(self.dataset), *cached)
 
-    def documents(self) -> Iterator[Document]:
-        """The rows' texts and columns, in the data set's order."""
-        used = list(dict.fromkeys((*self.text.fields, *self.columns.names)))
-        rows = self.rows.select_columns(used) if set(used) <= set(self.rows.column_names) else self.rows
-        for number, fields in enumerate(rows, start=1):
-            row = Row(f"{self.name}: row {number}", fields)
-            yield Document(self.text(row), row.location, values=self.columns(row))
+    def rows(self, fields: Sequence[str]) -> Iterator[Row | InputError]:
+        """The rows, in the data set's order."""
+        used = list(dict.fromkeys(fields))
+        dataset = self.dataset
+        if set(used) <= set(dataset.column_names):
+            dataset = dataset.select_columns(used)
+        for number, values in enumerate(dataset, start=1):
+            place = Place(0, number)
+            yield Row(self.locate(place), values, place=place)
+
+    def locate(self, place: Place) -> str:
+        """The row's number, from 1."""
+        return f"{self.name}: row {place.number}"

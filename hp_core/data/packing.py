@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +11,30 @@ from numpy.typing import NDArray
 from hp_core.data.fingerprint import fingerprint
 from hp_core.data.protocols import IGNORED_LABEL, DataReport, Sample
 from hp_core.data.tokens import TokenStore
+from hp_core.errors import ArgumentError
 
 MIN_SEQ_LEN = 2
 _RULE_VERSION = 1
+
+
+Packing = Literal["best_fit", "sequential", "none"]
+LengthPolicy = Literal["drop", "truncate", "truncate_eos", "split"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How documents become rows of `max_seq_len` tokens.
+
+    Raises `ArgumentError` for rows that have no room for a token and its target.
+    """
+
+    max_seq_len: int
+    packing: Packing = "sequential"
+    length_policy: LengthPolicy = "split"
+
+    def __post_init__(self) -> None:
+        if self.max_seq_len < MIN_SEQ_LEN:
+            raise ArgumentError("max_seq_len", f"{self.max_seq_len} is below {MIN_SEQ_LEN}, a token and its target")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +60,13 @@ class PackingPlan:
         return -(-self.num_tokens // self.max_seq_len)
 
 
-def plan_rows(lengths: NDArray[np.int64], max_seq_len: int, selected: NDArray[np.bool_] | None = None) -> PackingPlan:
-    """Plan rows of `max_seq_len` over the `selected` documents (default: all) of the given lengths.
+def plan_rows(lengths: NDArray[np.int64], layout: Layout, selected: NDArray[np.bool_] | None = None) -> PackingPlan:
+    """Plan rows of `layout` over the `selected` documents (default: all) of the given lengths.
 
     Documents of 0 (empty) or 1 token (nothing to predict) are left out and counted. So is the very last token
     if it would be alone in the last row: its document lies in the row before, where it is still a target.
     """
-    if max_seq_len < MIN_SEQ_LEN:
-        raise ValueError(f"max_seq_len {max_seq_len} leaves no room for a token and its target")
+    max_seq_len = layout.max_seq_len
     lengths = np.asarray(lengths, dtype=np.int64)
     chosen = np.ones(len(lengths), dtype=bool) if selected is None else selected
     kept = chosen & (lengths >= 2)
@@ -89,6 +109,11 @@ class PackedRows:
         self.fingerprint = fingerprint(
             "packed rows", _RULE_VERSION, store.key, plan.max_seq_len, plan.lengths.tobytes(), plan.shifts.tobytes()
         )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The arrays that its rows have beside those of every row."""
+        return self.store.columns
 
     def __len__(self) -> int:
         return self.plan.num_rows

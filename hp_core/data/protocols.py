@@ -123,6 +123,12 @@ class DataReport:
         positions = self.tokens + self.padding_tokens
         return self.tokens / positions if positions else 0.0
 
+    @classmethod
+    def total(cls, reports: Sequence[DataReport]) -> DataReport:
+        """The sums of several reports."""
+        held = [asdict(report) for report in reports]
+        return cls(**{name: sum(one[name] for one in held) for name in held[0]})
+
     def as_dict(self) -> dict[str, int | float]:
         """Every field and `fill`, for manifests and metrics."""
         return {**asdict(self), "fill": self.fill}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hp_core.data.fields import Row
+from hp_core.data.records import Place, Row
 from hp_core.errors import InputError, Problem
 
 _BOM = b"\xef\xbb\xbf"
@@ -46,14 +46,12 @@ def _read_json_lines(path: Path, fields: Sequence[str]) -> Iterator[Row]:
             content = (line.removeprefix(_BOM) if number == 1 else line).strip()
             if content:
                 location = f"{path}:{number}"
-                yield Row(location, _json_object(_parse_json(content, location), location))
+                yield Row(location, _json_object(_parse_json(content, location), location), place=Place(0, number))
 
 
 def _read_json(path: Path, fields: Sequence[str]) -> Iterator[Row]:
     """A list of objects, read whole, or one object a line, as `.jsonl`."""
-    with path.open("rb") as file:
-        is_list = file.read(4096).removeprefix(_BOM).lstrip()[:1] == b"["
-    if not is_list:
+    if not _holds_a_list(path):
         try:
             yield from _read_json_lines(path, fields)
         except InputError as error:
@@ -64,7 +62,21 @@ def _read_json(path: Path, fields: Sequence[str]) -> Iterator[Row]:
     values = _parse_json(path.read_bytes().removeprefix(_BOM), str(path))
     for number, value in enumerate(values, start=1):
         location = f"{path}: row {number}"
-        yield Row(location, _json_object(value, location))
+        yield Row(location, _json_object(value, location), place=Place(0, number))
+
+
+def _holds_a_list(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4096).removeprefix(_BOM).lstrip()[:1] == b"["
+
+
+def location_of(path: Path, number: int) -> str:
+    """The place of a row for messages, as `read_rows` gives it; `number` is that of the row's `place`."""
+    suffix = path.suffix.lower()
+    if suffix == ".txt":
+        return str(path)
+    by_line = suffix in (".jsonl", ".ndjson", ".csv") or (suffix == ".json" and not _holds_a_list(path))
+    return f"{path}:{number}" if by_line else f"{path}: row {number}"
 
 
 def _parse_json(content: bytes, location: str) -> Any:
@@ -110,7 +122,7 @@ def _read_csv(path: Path, fields: Sequence[str]) -> Iterator[Row]:
                 location = f"{path}:{reader.line_num}"
                 if len(cells) != len(header):
                     raise InputError(f"{location}: {len(cells)} cells under {len(header)} columns")
-                yield Row(location, dict(zip(header, cells, strict=True)), is_typed=False)
+                yield Row(location, dict(zip(header, cells, strict=True)), False, Place(0, reader.line_num))
         except csv.Error as error:
             raise InputError(f"{path}:{reader.line_num}: not valid CSV: {error}") from error
         except UnicodeDecodeError as error:
@@ -158,7 +170,7 @@ def _arrow_rows(path: Path, batches: Iterator[Any]) -> Iterator[Row]:
     for batch in batches:
         for fields in batch.to_pylist():
             number += 1
-            yield Row(f"{path}: row {number}", fields)
+            yield Row(f"{path}: row {number}", fields, place=Place(0, number))
 
 
 def _bad_utf8(path: Path) -> InputError:

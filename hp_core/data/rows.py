@@ -6,6 +6,7 @@ from typing import cast
 
 import numpy as np
 
+from hp_core.data.mixed import MixedRows
 from hp_core.data.packing import PackedRows
 from hp_core.data.protocols import EMPTY_ROW, IGNORED_LABEL, DataReport, Datasets, RowDataset, Sample
 from hp_core.errors import InputError, Problem
@@ -39,7 +40,7 @@ class WithEmptyRow:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that the recipe asks for, which a loss must then take; arrays of a user's own are not."""
-        return self.dataset.store.columns if isinstance(self.dataset, PackedRows) else ()
+        return self.dataset.columns if isinstance(self.dataset, (PackedRows, MixedRows)) else ()
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -1,4 +1,4 @@
-"""Where documents come from: anything that can list them again and say whether they changed."""
+"""Files as a source of rows, and which files a recipe means."""
 
 from __future__ import annotations
 
@@ -6,56 +6,21 @@ import glob
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
-from hp_core.data.columns import RowColumns
-from hp_core.data.fields import RowText
 from hp_core.data.fingerprint import file_fingerprint, fingerprint
-from hp_core.data.readers import READERS, read_rows
-from hp_core.errors import ArgumentError
+from hp_core.data.readers import READERS, location_of, read_rows
+from hp_core.data.records import Place, Row
+from hp_core.errors import ArgumentError, InputError
 
 # What `datasets.save_to_disk` puts beside the data of a directory.
 _METADATA_FILES = frozenset({"dataset_info.json", "dataset_dict.json", "state.json"})
 
 
-class Document(NamedTuple):
-    """One text, and where it stands (`data/a.jsonl:12`) for messages.
-
-    Documents with the same `group` go to the same side of a validation split; without one, the text decides.
-    `values` are the document's numbers, one for each column that is asked for.
-    """
-
-    text: str
-    location: str
-    group: str = ""
-    values: tuple[float, ...] = ()
-
-
-class Source(Protocol):
-    """Documents that can be read any number of times, in the same order."""
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of everything that changes the documents; which columns are asked for need not be in it."""
-        ...
-
-    def documents(self) -> Iterator[Document]:
-        """All documents, one by one; raises `InputError` with the place of whatever can't be read."""
-        ...
-
-
 class FileSource:
-    """The documents of some files, one for each row (a `.txt` file is one row)."""
+    """The rows of some files (a `.txt` file is one row)."""
 
-    def __init__(self, paths: Sequence[Path], text: RowText, columns: RowColumns | None = None) -> None:
+    def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = tuple(paths)
-        self.text = text
-        self.columns = columns or RowColumns()
 
     @property
     def name(self) -> str:
@@ -66,13 +31,17 @@ class FileSource:
     def fingerprint(self) -> str:
         """Depends on the files' content, order and format, not on their names."""
         parts = [part for path in self.paths for part in (path.suffix.lower(), file_fingerprint(path))]
-        return fingerprint("files", *self.text.identity, *parts)
+        return fingerprint("files", *parts)
 
-    def documents(self) -> Iterator[Document]:
-        """The rows' texts and columns, file by file."""
-        for path in self.paths:
-            for row in read_rows(path, (*self.text.fields, *self.columns.names)):
-                yield Document(self.text(row), row.location, values=self.columns(row))
+    def rows(self, fields: Sequence[str]) -> Iterator[Row | InputError]:
+        """The rows, file by file."""
+        for number, path in enumerate(self.paths):
+            for row in read_rows(path, fields):
+                yield row._replace(place=Place(number, row.place.number))
+
+    def locate(self, place: Place) -> str:
+        """The file, and the line or row in it."""
+        return location_of(self.paths[place.part], place.number)
 
 
 def expand_files(files: str | Sequence[str], *, argument: str = "files") -> list[Path]:

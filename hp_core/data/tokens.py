@@ -4,178 +4,176 @@ from __future__ import annotations
 
 import json
 import logging
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from hp_core.data.cache import build_once
-from hp_core.data.fingerprint import document_hash, fingerprint
-from hp_core.data.protocols import Tokenizer
-from hp_core.data.sources import Document, Source
+from hp_core.data.fingerprint import fingerprint
+from hp_core.data.reading import Faults, Reading
+from hp_core.data.records import DocumentEncoder, Source
+from hp_core.data.writing import StoreWriter, encoded_batches
 from hp_core.errors import InputError
 
-_FORMAT = 1
-_BATCH_DOCUMENTS = 1000
-_BATCH_CHARACTERS = 4_000_000
+FORMAT = 2
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Meta:
+    """What a store says of itself: sizes, types, which files there are, and the rows that were left out."""
+
+    dtype: str
+    tokens: int
+    documents: int
+    columns: tuple[str, ...]
+    has_mask: bool
+    has_weights: bool
+    faulty_rows: int
+    faults: tuple[str, ...]
+
+    def write(self, directory: Path) -> None:
+        """Into the store's directory."""
+        content = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        (directory / "meta.json").write_text(content + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> Meta:
+        """From the store's directory. Raises `OSError`, `ValueError`, `KeyError` or `TypeError` if it is damaged."""
+        held = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        held.pop("format")
+        return cls(**{**held, "columns": tuple(held["columns"]), "faults": tuple(held["faults"])})
+
+
 class TokenStore:
-    """The ids of all documents end to end, and each document's length (0 if it has no text), split hash and columns.
+    """The ids of all documents end to end, and what is known of each document.
 
     Opened when first used and never pickled, so it costs a data-loader worker nothing to be sent.
     """
 
-    def __init__(self, directory: Path, columns: Sequence[str] = ()) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.key = directory.name
-        self.columns = tuple(columns)
+
+    @cached_property
+    def meta(self) -> Meta:
+        """What the store says of itself."""
+        return Meta.read(self.directory)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the documents' numbers."""
+        return self.meta.columns
 
     @cached_property
     def tokens(self) -> NDArray[np.unsignedinteger]:
         """The ids, mapped from disk."""
-        dtype, count, _ = _read_meta(self.directory)
-        if count == 0:
-            return np.zeros(0, dtype)
-        return np.memmap(self.directory / "tokens.bin", dtype=dtype, mode="r", shape=(count,))
+        return self._by_token("tokens.bin", self.meta.dtype)
+
+    @cached_property
+    def trained(self) -> NDArray[np.bool_] | None:
+        """Whether each token is a target, mapped from disk; None where all are."""
+        return self._by_token("trained.bin", np.bool_) if self.meta.has_mask else None
+
+    @cached_property
+    def weights(self) -> NDArray[np.float32] | None:
+        """What each token counts for as a target, mapped from disk; None where all count for 1."""
+        return self._by_token("weights.bin", np.float32) if self.meta.has_weights else None
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens in each document, EOS included."""
-        loaded: NDArray[np.int64] = np.load(self.directory / "lengths.npy")
-        return loaded
+        """Tokens in each document, the end token included; 0 for one without text."""
+        return self._by_document("lengths.npy")
 
     @cached_property
     def hashes(self) -> NDArray[np.uint64]:
-        """What a validation split goes by: the hash of each document's group, or of its text."""
-        loaded: NDArray[np.uint64] = np.load(self.directory / "hashes.npy")
-        return loaded
+        """What a validation split goes by: the hash of each document's group, or of its content."""
+        return self._by_document("hashes.npy")
+
+    @cached_property
+    def places(self) -> NDArray[np.int64]:
+        """Where each document stands in its source, `[documents, 2]`: see `Place`."""
+        return self._by_document("places.npy")
 
     @cached_property
     def values(self) -> NDArray[np.float32]:
         """Each document's columns, `[documents, columns]`."""
-        loaded: NDArray[np.float32] = np.load(self.directory / "columns.npy")
+        return self._by_document("columns.npy")
+
+    def _by_token(self, name: str, dtype: DTypeLike) -> NDArray[Any]:
+        if self.meta.tokens == 0:
+            return np.zeros(0, dtype)
+        return np.memmap(self.directory / name, dtype=dtype, mode="r", shape=(self.meta.tokens,))
+
+    def _by_document(self, name: str) -> NDArray[Any]:
+        loaded: NDArray[Any] = np.load(self.directory / name)
         return loaded
 
     def __getstate__(self) -> dict[str, object]:
-        return {"directory": self.directory, "key": self.key, "columns": self.columns}
+        return {"directory": self.directory, "key": self.key}
 
 
-def build_tokens(source: Source, tokenizer: Tokenizer, cache_dir: Path, columns: Sequence[str] = ()) -> TokenStore:
-    """The source's documents as ids, with their `columns`, from the cache if they are there.
+def build_tokens(source: Source, encoder: DocumentEncoder, reading: Reading) -> TokenStore:
+    """The source's rows as documents of tokens, from the cache if they are there.
 
-    A document is what the tokenizer makes of its text, then EOS unless it ends with one. Raises `InputError`
-    for text that isn't valid Unicode, and for a tokenizer that gives ids it doesn't declare.
+    Raises `InputError` with the first faulty rows if there are more than `reading` lets be left out, whether they
+    are found now or were when the cache was filled.
     """
-    named = ("columns", *columns) if columns else ()
-    key = fingerprint("tokens", _FORMAT, source.fingerprint, tokenizer.fingerprint, *named)
+    key = fingerprint("tokens", FORMAT, source.fingerprint, encoder.fingerprint)
 
     def write(directory: Path) -> None:
-        _log.info("encoding %s with tokenizer %s", source.name, tokenizer.name)
-        _write(source.documents(), tokenizer, directory, tuple(columns))
+        _log.info("encoding %s", source.name)
+        _write(source, encoder, reading, directory)
 
-    def is_complete(directory: Path) -> bool:
-        return _is_complete(directory, len(columns))
-
-    return TokenStore(build_once(cache_dir, key, write, is_complete=is_complete), columns)
-
-
-def document_bytes(document: Document) -> bytes:
-    """The document's text as UTF-8. Raises `InputError` for half a surrogate pair, which JSON can smuggle in."""
-    try:
-        return document.text.encode()
-    except UnicodeEncodeError as error:
-        character = document.text[error.start]
-        raise InputError(
-            f"{document.location}: character {error.start + 1} of the text is {character!a}, half of a surrogate pair"
-        ) from error
+    store = TokenStore(build_once(reading.cache_dir, key, write, is_complete=lambda path: _is_complete(path, encoder)))
+    Faults(source.name, store.meta.faults, store.meta.faulty_rows).require(reading)
+    return store
 
 
-def split_hash(document: Document) -> int:
-    """What a validation split goes by. Raises `InputError` as `document_bytes` does."""
-    content = document_bytes(document)
-    return document_hash(document.group.encode() if document.group else content)
-
-
-def _write(documents: Iterable[Document], tokenizer: Tokenizer, directory: Path, columns: tuple[str, ...] = ()) -> None:
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    lengths, hashes, values = array("q"), array("Q"), array("f")
-    with (directory / "tokens.bin").open("wb") as file:
-        for batch in _batches(documents):
-            hashes.extend(split_hash(document) for document in batch)
+def _write(source: Source, encoder: DocumentEncoder, reading: Reading, directory: Path) -> None:
+    faults = Faults(source.name)
+    with StoreWriter(directory, encoder) as writer:
+        for batch in encoded_batches(source, encoder):
             for document in batch:
-                if len(document.values) != len(columns):
-                    raise ValueError(f"{document.location}: {len(document.values)} values for the columns {columns}")
-                values.extend(document.values)
-            ids = _encode([document.text for document in batch], tokenizer)
-            lengths.extend(map(len, ids))
-            flat = np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=sum(map(len, ids)))
-            if flat.size and not 0 <= flat.min() <= flat.max() < tokenizer.vocab_size:
-                raise InputError(
-                    f"tokenizer {tokenizer.name!r} gave ids from {flat.min()} to {flat.max()},"
-                    f" outside its vocab_size {tokenizer.vocab_size}"
-                )
-            flat.astype(dtype).tofile(file)
-    np.save(directory / "lengths.npy", np.frombuffer(lengths, dtype=np.int64))
-    np.save(directory / "hashes.npy", np.frombuffer(hashes, dtype=np.uint64))
-    if columns:
-        np.save(directory / "columns.npy", np.frombuffer(values, dtype=np.float32).reshape(-1, len(columns)))
-    meta = {
-        "format": _FORMAT,
-        "dtype": dtype.name,
-        "tokens": sum(lengths),
-        "documents": len(lengths),
-        "tokenizer": tokenizer.name,
-        **({"columns": columns} if columns else {}),
-    }
-    (directory / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+                if isinstance(document.encoded, InputError):
+                    faults.add(document.encoded)
+                else:
+                    writer.add(document.encoded, document.place)
+            # After the whole batch, so that one message tells all of its faults.
+            faults.require(reading)
+    faults.log()
+    meta = Meta(
+        dtype=writer.dtype.name,
+        tokens=writer.num_tokens,
+        documents=writer.num_documents,
+        columns=encoder.columns,
+        has_mask=encoder.has_mask,
+        has_weights=encoder.has_weights,
+        faulty_rows=faults.count,
+        faults=tuple(faults.messages),
+    )
+    meta.write(directory)
 
 
-def _encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Ids with EOS for every text, and none for an empty one."""
-    encoded = iter(tokenizer.encode_batch([text for text in texts if text]))
-    documents: list[list[int]] = []
-    for text in texts:
-        ids = next(encoded) if text else []
-        if text and (not ids or ids[-1] != tokenizer.eos_id):
-            ids = [*ids, tokenizer.eos_id]
-        documents.append(ids)
-    return documents
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Batches that are large enough to encode in parallel and bounded in memory, however long documents are."""
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _read_meta(directory: Path) -> tuple[np.dtype[np.unsignedinteger], int, int]:
-    meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
-    return np.dtype(meta["dtype"]), int(meta["tokens"]), int(meta["documents"])
-
-
-def _is_complete(directory: Path, num_columns: int) -> bool:
+def _is_complete(directory: Path, encoder: DocumentEncoder) -> bool:
     """Whether the files have the sizes that were written; a disk that lost a part is found before training."""
     try:
-        dtype, tokens, documents = _read_meta(directory)
-        shapes: dict[str, tuple[int, ...]] = {"lengths.npy": (documents,), "hashes.npy": (documents,)}
-        if num_columns:
-            shapes["columns.npy"] = (documents, num_columns)
-        return (directory / "tokens.bin").stat().st_size == tokens * dtype.itemsize and all(
-            np.load(directory / path, mmap_mode="r").shape == shape for path, shape in shapes.items()
-        )
+        meta = Meta.read(directory)
+        shapes: dict[str, tuple[int, ...]] = {"lengths.npy": (meta.documents,), "hashes.npy": (meta.documents,)}
+        shapes["places.npy"] = (meta.documents, 2)
+        if encoder.columns:
+            shapes["columns.npy"] = (meta.documents, len(encoder.columns))
+        sizes = {"tokens.bin": np.dtype(meta.dtype).itemsize}
+        if encoder.has_mask:
+            sizes["trained.bin"] = 1
+        if encoder.has_weights:
+            sizes["weights.bin"] = 4
+        return all(
+            (directory / name).stat().st_size == meta.tokens * itemsize for name, itemsize in sizes.items()
+        ) and all(np.load(directory / name, mmap_mode="r").shape == shape for name, shape in shapes.items())
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return False

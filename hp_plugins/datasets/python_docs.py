@@ -7,18 +7,22 @@ import io
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hp_core.data.build import build_datasets
+from hp_core.data.build import Part, build_datasets
 from hp_core.data.cache import cache_directory
+from hp_core.data.fields import RowText
 from hp_core.data.fingerprint import file_fingerprint, fingerprint
+from hp_core.data.packing import Layout
 from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
-from hp_core.data.sources import Document
+from hp_core.data.reading import Reading
+from hp_core.data.records import Place, Row
+from hp_core.data.text import TextEncoder
 from hp_core.errors import InputError
 from hp_plugins.datasets.arguments import CacheDir, MaxSeqLen, ValidationFraction
 
@@ -30,7 +34,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class PythonDocs:
-    """The documents of the Python files under a directory, in the order of their paths."""
+    """The texts of the Python files under a directory, in the order of their paths."""
 
     name = "the Python standard library"
 
@@ -56,17 +60,25 @@ class PythonDocs:
         """Depends on the files' content, so on the Python version, not on where it is installed."""
         return fingerprint("python docs", _RULE_VERSION, self.include, *map(file_fingerprint, self.paths))
 
-    def documents(self) -> Iterator[Document]:
+    def rows(self, fields: Sequence[str]) -> Iterator[Row | InputError]:
         """Each file's docstrings, then the file; files that can't be decoded, or parsed where needed, are left out."""
-        return iter(self._documents)
+        return iter(self._rows)
 
     @cached_property
-    def _documents(self) -> list[Document]:
+    def _rows(self) -> list[Row]:
         # Kept, because parsing takes longer than all else and 30 MB is little: a split with a BPE reads three times.
-        return [document for path in self.paths for document in _read(path, self.include)]
+        return [row for number, path in enumerate(self.paths) for row in _read(number, path, self.include)]
+
+    def locate(self, place: Place) -> str:
+        """The file, and the line of the docstring."""
+        return _location(self.paths[place.part], place.number)
 
 
-def _read(path: Path, include: Include) -> list[Document]:
+def _location(path: Path, line: int) -> str:
+    return f"{path}:{line}" if line else str(path)
+
+
+def _read(number: int, path: Path, include: Include) -> list[Row]:
     content = path.read_bytes()
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
@@ -76,8 +88,8 @@ def _read(path: Path, include: Include) -> list[Document]:
         return []
     # A docstring stands in its file too: held out apart from it, it would be seen in training all the same.
     group = fingerprint("file", content.decode("latin-1"))
-    documents = [Document(docstring, f"{path}:{line}", group) for line, docstring in docstrings]
-    return documents if include == "docstrings" else [*documents, Document(source, str(path), group)]
+    texts = docstrings if include == "docstrings" else [*docstrings, (0, source)]
+    return [Row(_location(path, line), {"text": text}, place=Place(number, line), group=group) for line, text in texts]
 
 
 def _docstrings(source: str) -> list[tuple[int, str]]:
@@ -112,10 +124,11 @@ def python_docs(
     cache directory).
     """
     source = PythonDocs(Path(sysconfig.get_path("stdlib")), include, max_files)
+    text = RowText.of()
     return build_datasets(
-        source,
+        [Part("", source, partial(TextEncoder, text=text), text)],
         tokenizer=tokenizer,
-        max_seq_len=max_seq_len,
-        cache_dir=cache_directory(cache_dir),
+        layout=Layout(max_seq_len),
+        reading=Reading(cache_directory(cache_dir)),
         validation_fraction=validation_fraction,
     )

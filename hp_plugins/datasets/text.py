@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field
 
-from hp_core.data.build import build_datasets
+from hp_core.data.build import Part, build_datasets
 from hp_core.data.cache import cache_directory
 from hp_core.data.columns import RowColumns
 from hp_core.data.fields import RowText
 from hp_core.data.hub import HubSource
+from hp_core.data.packing import Layout
 from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
-from hp_core.data.sources import FileSource, Source, expand_files
+from hp_core.data.reading import Reading
+from hp_core.data.records import Source
+from hp_core.data.sources import FileSource, expand_files
+from hp_core.data.text import TextEncoder
 from hp_core.errors import ArgumentError
 from hp_plugins.datasets.arguments import CacheDir, MaxSeqLen, ValidationFraction
 
@@ -58,29 +63,23 @@ def text(
     2**24 and refused where float32 would change them; other numbers are rounded to float32. A missing or null field,
     a list, a bool, NaN and infinity are refused with their file and line.
     """
-    row_text, row_columns = RowText.of(field, template), RowColumns.of(columns)
-    source = _source(files, (hub_id, hub_config, split), row_text, row_columns)
-    validation_source = None
+    row_text = RowText.of(field, template)
+    encoder = partial(TextEncoder, text=row_text, numbers=RowColumns.of(columns))
+    source = _source(files, (hub_id, hub_config, split))
+    validation_sources: list[Source] = []
     if validation_files is not None:
-        validation_paths = expand_files(validation_files, argument="validation_files")
-        validation_source = FileSource(validation_paths, row_text, row_columns)
+        validation_sources.append(FileSource(expand_files(validation_files, argument="validation_files")))
     return build_datasets(
-        source,
+        [Part("", source, encoder, row_text)],
         tokenizer=tokenizer,
-        max_seq_len=max_seq_len,
-        cache_dir=cache_directory(cache_dir),
+        layout=Layout(max_seq_len),
+        reading=Reading(cache_directory(cache_dir)),
         validation_fraction=validation_fraction,
-        validation_source=validation_source,
-        columns=row_columns.names,
+        validation_parts=[Part("", one, encoder, row_text) for one in validation_sources],
     )
 
 
-def _source(
-    files: str | list[str] | None,
-    hub: tuple[str | None, str | None, str | None],
-    row_text: RowText,
-    row_columns: RowColumns,
-) -> Source:
+def _source(files: str | list[str] | None, hub: tuple[str | None, str | None, str | None]) -> Source:
     """The files, or the Hub data set given as (id, configuration, split); exactly one of them."""
     hub_id, config, split = hub
     if files is not None and hub_id is None:
@@ -88,7 +87,7 @@ def _source(
             raise ArgumentError(
                 "split" if split is not None else "hub_config", "has no effect on files; it needs hub_id"
             )
-        return FileSource(expand_files(files), row_text, row_columns)
+        return FileSource(expand_files(files))
     if hub_id is None or files is not None:
         raise ArgumentError("files", "give either files or hub_id")
-    return HubSource(hub_id, config, split or "train", row_text, row_columns)
+    return HubSource(hub_id, config, split or "train")

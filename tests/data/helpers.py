@@ -3,9 +3,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from hp_core.data.build import Part, build_datasets
+from hp_core.data.columns import RowColumns
+from hp_core.data.fields import RowText
 from hp_core.data.fingerprint import fingerprint
-from hp_core.data.sources import Document
+from hp_core.data.packing import Layout
+from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
+from hp_core.data.reading import Reading
+from hp_core.data.records import Place, Row, Source
+from hp_core.data.text import TextEncoder
+from hp_core.data.tokens import TokenStore, build_tokens
+from hp_core.errors import InputError
 
 
 @dataclass
@@ -18,9 +28,13 @@ class ListSource:
     def fingerprint(self) -> str:
         return fingerprint("list", *self.texts)
 
-    def documents(self) -> Iterator[Document]:
+    def rows(self, fields: Sequence[str]) -> Iterator[Row | InputError]:
         self.passes += 1
-        return (Document(text, f"list:{number}") for number, text in enumerate(self.texts, start=1))
+        for number, text in enumerate(self.texts, start=1):
+            yield Row(f"list:{number}", {"text": text}, place=Place(0, number))
+
+    def locate(self, place: Place) -> str:
+        return f"list:{place.number}"
 
 
 @dataclass
@@ -57,3 +71,38 @@ class LearnedTokenizer:
     def train(self, documents: Iterable[str], *, data_fingerprint: str, cache_dir: Path) -> CharTokenizer:
         self.seen = list(documents)
         return CharTokenizer()
+
+
+def text_encoder(tokenizer: Tokenizer, *columns: str) -> TextEncoder:
+    return TextEncoder(tokenizer, RowText.of(), RowColumns.of(columns))
+
+
+def store_of(source: Source, tokenizer: Tokenizer, cache_dir: Path, *columns: str) -> TokenStore:
+    """The source's texts, encoded."""
+    return build_tokens(source, text_encoder(tokenizer, *columns), Reading(cache_dir, num_proc=1))
+
+
+def text_part(source: Source, *columns: str, name: str = "") -> Part:
+    return Part(name, source, lambda tokenizer: text_encoder(tokenizer, *columns), RowText.of())
+
+
+def text_datasets(
+    source: Source,
+    *,
+    tokenizer: Tokenizer | TrainableTokenizer | None,
+    max_seq_len: int,
+    cache_dir: Path,
+    validation_source: Source | None = None,
+    columns: Sequence[str] = (),
+    **options: Any,
+) -> Datasets:
+    """One source of texts as packed rows."""
+    validation_parts = [] if validation_source is None else [text_part(validation_source, *columns)]
+    return build_datasets(
+        [text_part(source, *columns)],
+        tokenizer=tokenizer,
+        layout=Layout(max_seq_len),
+        reading=Reading(cache_dir, num_proc=1),
+        validation_parts=validation_parts,
+        **options,
+    )

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hp_core.data.build import build_datasets
 from hp_core.data.protocols import Datasets, RowDataset
 from hp_core.errors import ArgumentError, InputError
-from tests.data.helpers import CharTokenizer, LearnedTokenizer, ListSource
+from tests.data.helpers import CharTokenizer, LearnedTokenizer, ListSource, text_datasets
 
 TEXTS = [f"<{number}>" for number in range(40)]
 
@@ -20,7 +19,7 @@ def texts_of(rows: RowDataset) -> list[str]:
 
 
 def build(source: ListSource, cache_dir: Path, tokenizer: object = None, **options: object) -> Datasets:
-    return build_datasets(
+    return text_datasets(
         source,
         tokenizer=tokenizer or CharTokenizer(),  # type: ignore[arg-type]
         max_seq_len=16,
@@ -82,7 +81,7 @@ def test_rows_have_an_empty_row(tmp_path: Path) -> None:
 def test_arguments_that_can_not_be_used(tmp_path: Path, options: dict[str, object], path: str) -> None:
     arguments = {"tokenizer": CharTokenizer(), "max_seq_len": 16, "cache_dir": tmp_path, **options}
     with pytest.raises(ArgumentError) as caught:
-        build_datasets(ListSource(TEXTS), **arguments)  # type: ignore[arg-type]
+        text_datasets(ListSource(TEXTS), **arguments)  # type: ignore[arg-type]
     assert caught.value.path == path
 
 
@@ -97,7 +96,7 @@ def test_data_without_anything_to_predict_is_refused(tmp_path: Path, texts: list
 def test_planning_data_imports_no_framework() -> None:
     """A check of a recipe's data must not wait for torch, and a broken install of datasets must not matter here."""
     heavy = ("torch", "transformers", "datasets", "pyarrow", "tokenizers")
-    modules = "build, cache, fields, hub, order, packing, protocols, readers, rows, sources, split, tokens"
+    modules = "build, cache, fields, hub, order, packing, protocols, readers, rows, sources, split, text, tokens"
     code = f"import sys\nfrom hp_core.data import {modules}\nprint([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from hp_core.data.build import build_datasets
 from hp_core.data.columns import RowColumns
-from hp_core.data.fields import Row
+from hp_core.data.fields import RowText
 from hp_core.data.fingerprint import fingerprint
-from hp_core.data.sources import Document
+from hp_core.data.reading import Reading
+from hp_core.data.records import Encoded, Place, Row
+from hp_core.data.text import TextEncoder
 from hp_core.data.tokens import build_tokens
 from hp_core.errors import ArgumentError, InputError
-from tests.data.helpers import CharTokenizer
+from tests.data.helpers import CharTokenizer, store_of, text_datasets
 
 
 @dataclass
@@ -27,17 +29,24 @@ class NumberedSource:
     """Texts with one number for each column."""
 
     documents_: list[tuple[str, tuple[float, ...]]]
+    names: tuple[str, ...] = ("w", "v")
     name: str = "a list"
     passes: int = 0
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint("numbered", *(part for text, values in self.documents_ for part in (text, *values)))
+        parts: list[str | float] = []
+        for text, values in self.documents_:
+            parts += [text, *values]
+        return fingerprint("numbered", *parts)
 
-    def documents(self) -> Any:
+    def rows(self, fields: Sequence[str]) -> Iterator[Row | InputError]:
         self.passes += 1
         for text, values in self.documents_:
-            yield Document(text, "list", values=values)
+            yield Row("list", {"text": text, **dict(zip(self.names, values, strict=False))})
+
+    def locate(self, place: Place) -> str:
+        return "list"
 
 
 def take(value: Any, *, is_typed: bool = True) -> float:
@@ -120,9 +129,7 @@ def test_names_that_are_refused(names: list[str], path: str, said: str) -> None:
 def test_every_position_of_a_document_holds_its_value_and_padding_holds_zero(tmp_path: Path) -> None:
     # Documents of 3, 0, 1, 5 and 2 tokens with EOS; the empty one and the one of a single token are left out.
     source = NumberedSource([("ab", (2, 10)), ("", (9, 90)), ("\0", (8, 80)), ("cdef", (0.5, 5)), ("g", (-1, 1))])
-    rows = build_datasets(
-        source, tokenizer=CharTokenizer(), max_seq_len=4, cache_dir=tmp_path, columns=("w", "v")
-    ).train
+    rows = text_datasets(source, tokenizer=CharTokenizer(), max_seq_len=4, cache_dir=tmp_path, columns=("w", "v")).train
     samples: list[Any] = [rows[number] for number in range(3)]
     assert [sample["input_ids"].tolist() for sample in samples] == [[97, 98, 0, 99], [100, 101, 102, 0], [103, 0, 0, 0]]
     assert [sample["labels"].tolist() for sample in samples] == [
@@ -154,7 +161,7 @@ def test_a_label_stands_at_the_value_of_its_document(
     assume(any(lengths))
     source = NumberedSource([(text, (200.0 + number,)) for number, text in enumerate(texts)])
     try:
-        datasets = build_datasets(
+        datasets = text_datasets(
             source,
             tokenizer=CharTokenizer(),
             max_seq_len=max_seq_len,
@@ -176,29 +183,34 @@ def test_a_label_stands_at_the_value_of_its_document(
     assert seen == sum(length - 1 for length in lengths if length)
 
 
-def test_columns_have_caches_of_their_own_and_none_leaves_the_key_alone(tmp_path: Path) -> None:
-    source = NumberedSource([("ab", (1.0,)), ("c", (2.0,))])
-    swapped = NumberedSource([("ab", (2.0,)), ("c", (1.0,))])
+def test_columns_have_caches_of_their_own(tmp_path: Path) -> None:
+    source = NumberedSource([("ab", (1.0, 1.0)), ("c", (2.0, 2.0))])
+    swapped = NumberedSource([("ab", (2.0, 2.0)), ("c", (1.0, 1.0))])
     none = NumberedSource([("ab", ()), ("c", ())])
     tokenizer = CharTokenizer()
-    plain = build_tokens(none, tokenizer, tmp_path)
-    assert plain.key == fingerprint("tokens", 1, none.fingerprint, tokenizer.fingerprint)
+    plain = store_of(none, tokenizer, tmp_path)
     assert not (plain.directory / "columns.npy").exists()
-    stores = [build_tokens(one, tokenizer, tmp_path, (name,)) for one in (source, swapped) for name in ("w", "v")]
+    stores = [store_of(one, tokenizer, tmp_path, name) for one in (source, swapped) for name in ("w", "v")]
     assert len({store.key for store in (plain, *stores)}) == 5
     assert [store.values[:, 0].tolist() for store in stores] == [[1, 2], [1, 2], [2, 1], [2, 1]]
-    build_tokens(source, tokenizer, tmp_path, ("w",))
+    store_of(source, tokenizer, tmp_path, "w")
     assert source.passes == 2
 
 
 @pytest.mark.parametrize("remaining", [0, 3, 130])
 def test_a_damaged_column_is_built_again(tmp_path: Path, remaining: int) -> None:
     source = NumberedSource([("ab", (1.5,)), ("c", (2.5,))])
-    path = build_tokens(source, CharTokenizer(), tmp_path, ("w",)).directory / "columns.npy"
+    path = store_of(source, CharTokenizer(), tmp_path, "w").directory / "columns.npy"
     path.write_bytes(path.read_bytes()[:remaining])
-    assert build_tokens(source, CharTokenizer(), tmp_path, ("w",)).values.tolist() == [[1.5], [2.5]]
+    assert store_of(source, CharTokenizer(), tmp_path, "w").values.tolist() == [[1.5], [2.5]]
 
 
-def test_a_source_that_forgets_values_is_an_error_of_its_author(tmp_path: Path) -> None:
+class ForgetfulEncoder(TextEncoder):
+    def encode(self, rows: Sequence[Row]) -> list[Encoded | InputError]:
+        return [Encoded(np.array([1, 2]), 0) for _ in rows]
+
+
+def test_an_encoder_that_forgets_values_is_an_error_of_its_author(tmp_path: Path) -> None:
+    encoder = ForgetfulEncoder(CharTokenizer(), RowText.of(), RowColumns.of(["w"]))
     with pytest.raises(ValueError, match="0 values for the columns"):
-        build_tokens(NumberedSource([("ab", ())]), CharTokenizer(), tmp_path, ("w",))
+        build_tokens(NumberedSource([("ab", ())]), encoder, Reading(tmp_path))

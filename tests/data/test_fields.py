@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from hp_core.data.fields import Row, RowText
+from hp_core.data.fields import RowText
+from hp_core.data.records import Row
 from hp_core.errors import ArgumentError, InputError
 
 

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hp_core.data.packing import PackedRows, plan_rows
+from hp_core.data.packing import Layout, PackedRows, plan_rows
 from hp_core.data.protocols import Sample
-from hp_core.data.tokens import TokenStore, build_tokens
-from tests.data.helpers import CharTokenizer, ListSource
+from hp_core.data.tokens import Meta, TokenStore
+from hp_core.errors import ArgumentError
+from tests.data.helpers import CharTokenizer, ListSource, store_of
 
 PAD = 999
 
@@ -19,6 +20,7 @@ PAD = 999
 class MemoryStore(TokenStore):
     def __init__(self, documents: list[list[int]]) -> None:
         super().__init__(Path("memory"))
+        self.__dict__["meta"] = Meta("uint16", sum(map(len, documents)), len(documents), (), False, False, 0, ())
         self.__dict__["tokens"] = np.array([token for document in documents for token in document], dtype=np.uint16)
         self.__dict__["lengths"] = np.array([len(document) for document in documents], dtype=np.int64)
 
@@ -49,7 +51,7 @@ def columns(sample: Sample) -> tuple[list[int], list[int], list[int]]:
 
 def packed(documents: list[list[int]], length: int, selected: np.ndarray | None = None) -> PackedRows:
     store = MemoryStore(documents)
-    return PackedRows(store, plan_rows(store.lengths, length, selected), pad_id=PAD)
+    return PackedRows(store, plan_rows(store.lengths, Layout(length), selected), pad_id=PAD)
 
 
 documents_strategy = st.lists(st.integers(0, 9), max_size=12).map(
@@ -132,8 +134,8 @@ def test_only_planned_rows_exist(index: int) -> None:
 
 
 def test_a_row_needs_two_positions() -> None:
-    with pytest.raises(ValueError, match="max_seq_len 1"):
-        plan_rows(np.array([3]), 1)
+    with pytest.raises(ArgumentError, match="max_seq_len: 1 is below 2"):
+        Layout(1)
 
 
 def test_the_fingerprint_follows_length_and_selection() -> None:
@@ -153,8 +155,8 @@ def test_the_fingerprint_follows_length_and_selection() -> None:
 @given(texts=st.lists(st.text(st.characters(max_codepoint=900, exclude_characters="\0"), max_size=20), max_size=8))
 def test_rows_decode_to_the_documents(texts: list[str], tmp_path: Path) -> None:
     tokenizer = CharTokenizer()
-    store = build_tokens(ListSource(texts), tokenizer, tmp_path)
-    rows = PackedRows(store, plan_rows(store.lengths, 5), pad_id=0)
+    store = store_of(ListSource(texts), tokenizer, tmp_path)
+    rows = PackedRows(store, plan_rows(store.lengths, Layout(5)), pad_id=0)
     ids = [token for number in range(len(rows)) for token in rows[number]["input_ids"].tolist()]
     assert tokenizer.decode(ids) == "".join(texts)
 
@@ -162,6 +164,6 @@ def test_rows_decode_to_the_documents(texts: list[str], tmp_path: Path) -> None:
 def test_a_million_documents_are_planned_in_under_a_second() -> None:
     lengths = np.random.default_rng(0).integers(0, 2000, 1_000_000)
     start = time.perf_counter()
-    plan = plan_rows(lengths, 1024)
+    plan = plan_rows(lengths, Layout(1024))
     assert time.perf_counter() - start < 1
     assert plan.report.targets == int((lengths[lengths > 1] - 1).sum())

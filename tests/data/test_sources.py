@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_core.data.fields import RowText
+from hp_core.data.records import Row
 from hp_core.data.sources import FileSource, expand_files
 from hp_core.errors import ArgumentError
 
@@ -51,31 +51,28 @@ def test_entries_that_stand_for_nothing_usable(data: Path, files: str | list[str
     assert said in str(caught.value)
 
 
-def source(paths: list[Path], field: str | None = None) -> FileSource:
-    return FileSource(paths, RowText.of(field))
+def test_rows_come_file_by_file(data: Path) -> None:
+    source = FileSource(expand_files(str(data)))
+    rows = [row for row in source.rows(["text"]) if isinstance(row, Row)]
+    assert [row.fields["text"] for row in rows] == ["row", "b.txt", "deep/c.txt", "x[1].txt"]
+    assert rows[0].location == f"{data}/a.jsonl:1"
+    assert [source.locate(row.place) for row in rows] == [row.location for row in rows]
 
 
-def test_documents_come_file_by_file(data: Path) -> None:
-    documents = list(source(expand_files(str(data))).documents())
-    assert [document.text for document in documents] == ["row", "b.txt", "deep/c.txt", "x[1].txt"]
-    assert documents[0].location == f"{data}/a.jsonl:1"
-
-
-def test_the_fingerprint_follows_content_order_format_and_rule_but_not_names(tmp_path: Path) -> None:
+def test_the_fingerprint_follows_content_order_and_format_but_not_names(tmp_path: Path) -> None:
     one, two, same = tmp_path / "one.txt", tmp_path / "two.txt", tmp_path / "same.txt"
     one.write_text("one")
     two.write_text("two")
     same.write_text("one")
     as_csv = tmp_path / "one.csv"
     as_csv.write_text("one")
-    base = source([one, two]).fingerprint
-    assert source([same, two]).fingerprint == base
+    base = FileSource([one, two]).fingerprint
+    assert FileSource([same, two]).fingerprint == base
     others = {
-        source([two, one]).fingerprint,
-        source([one]).fingerprint,
-        source([as_csv, two]).fingerprint,
-        source([one, two], field="body").fingerprint,
+        FileSource([two, one]).fingerprint,
+        FileSource([one]).fingerprint,
+        FileSource([as_csv, two]).fingerprint,
     }
     one.write_text("on3")
-    others.add(source([one, two]).fingerprint)
-    assert len(others | {base}) == 6
+    others.add(FileSource([one, two]).fingerprint)
+    assert len(others | {base}) == 5

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hp_core.data.protocols import Datasets, RowDataset
-from hp_core.data.tokens import split_hash
+from hp_core.data.records import Row
+from hp_core.data.text import split_hash
 from hp_core.errors import ArgumentError, HpError, InputError
 from hp_plugins.datasets.python_docs import Include, PythonDocs, python_docs
 from hp_plugins.datasets.text import text
@@ -184,17 +185,23 @@ def library(tmp_path: Path) -> Path:
 
 
 def read(library: Path, include: Include, max_files: int | None = None) -> list[str]:
-    return [document.text for document in PythonDocs(library, include, max_files).documents()]
+    return [row.fields["text"] for row in rows_of(PythonDocs(library, include, max_files))]
+
+
+def rows_of(source: PythonDocs) -> list[Row]:
+    return [row for row in source.rows(["text"]) if isinstance(row, Row)]
 
 
 def test_a_docstring_is_held_out_with_its_file(library: Path) -> None:
-    documents = list(PythonDocs(library, "both").documents())
+    source = PythonDocs(library, "both")
+    documents = rows_of(source)
+    assert [source.locate(row.place) for row in documents] == [row.location for row in documents]
     groups: dict[str, set[str]] = {}
     for document in documents:
         groups.setdefault(document.location.partition(".py")[0], set()).add(document.group)
     assert all(len(group) == 1 and "" not in group for group in groups.values())
     assert len({group for one in groups.values() for group in one}) == len(groups)
-    hashes = {split_hash(document) for document in documents}
+    hashes = {split_hash(document, document.fields["text"]) for document in documents}
     assert len(hashes) == len(groups)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hp_core.data.build import build_datasets
 from hp_core.training.loss import IGNORE_INDEX
 from hp_plugins.collators.rows import rows
 from hp_plugins.losses.causal_lm import CausalLMLoss
 from hp_plugins.trainers.text import get_batch
-from tests.data.helpers import CharTokenizer, ListSource
+from tests.data.helpers import CharTokenizer, ListSource, text_datasets
 from tests.model.tiny import GPT2, LLAMA, QWEN3, QWEN3_MOE, a_setup, build
 
 FAMILIES = {"llama": LLAMA, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "gpt2": GPT2}
@@ -33,7 +32,7 @@ def model(request):
 
 def packed(texts: list[str], max_seq_len: int, cache_dir) -> tuple[dict, dict]:
     tokenizer = CharTokenizer(vocab_size=128)
-    dataset = build_datasets(ListSource(texts), tokenizer=tokenizer, max_seq_len=max_seq_len, cache_dir=cache_dir).train
+    dataset = text_datasets(ListSource(texts), tokenizer=tokenizer, max_seq_len=max_seq_len, cache_dir=cache_dir).train
     return get_batch(iter([rows()([dataset[index] for index in range(len(dataset))])]))
 
 

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-from hp_core.data.build import build_datasets
 from hp_core.training.accounting import MicroBatch
 from hp_core.training.loss import IGNORE_INDEX, ModelOutputLoss
 from hp_plugins.collators.rows import rows
 from hp_plugins.losses.causal_lm import CausalLMLoss
 from hp_plugins.trainers.text import get_batch
-from tests.data.helpers import CharTokenizer, ListSource
+from tests.data.helpers import CharTokenizer, ListSource, text_datasets
 from tests.model.tiny import GPT2, LLAMA, QWEN3, QWEN3_MOE
 
 IGNORED = IGNORE_INDEX
@@ -148,7 +147,7 @@ def test_the_model_s_own_loss_is_passed_on_or_missed():
 
 def a_public_batch(texts: list[str], max_seq_len: int, cache_dir) -> tuple[dict, dict]:
     """All rows of the packed documents as one batch, as a text trainer gets it."""
-    dataset = build_datasets(
+    dataset = text_datasets(
         ListSource(texts), tokenizer=CharTokenizer(), max_seq_len=max_seq_len, cache_dir=cache_dir
     ).train
     return get_batch(iter([rows()([dataset[index] for index in range(len(dataset))])]))
