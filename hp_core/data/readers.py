@@ -2,196 +2,104 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from hp_core.data.arrow_rows import read_arrow, read_parquet
+from hp_core.data.csv_rows import read_csv
+from hp_core.data.json_rows import holds_a_list, read_json, read_json_lines
 from hp_core.data.records import Place, Row
-from hp_core.errors import InputError, Problem
-
-_BOM = b"\xef\xbb\xbf"
-_ARROW_FILE_MAGIC = b"ARROW1"
+from hp_core.data.units import BOM, COMPRESSED, BrokenFileError, Reader, Unit, failed, opened, require_utf8, single
+from hp_core.errors import InputError
 
 
-def read_rows(path: Path, fields: Sequence[str]) -> Iterator[Row]:
-    """The rows of a file whose ending is in `READERS`, in order.
+def read_rows(path: Path, fields: Sequence[str], part: int = 0) -> Iterator[Row | InputError]:
+    """The rows of a file with a known ending, in order; a row that can't be read is an `InputError` in its stead.
 
-    `fields` are those that will be used; a columnar format reads no others if it has them all. Raises
-    `InputError` with the file and the 1-based line (or row) of what can't be read, and for a file without rows.
+    Its message begins with the file and the 1-based line (or row). What can't be read on from (a damaged Parquet
+    file, broken JSON in a list, a quote in CSV that is never closed) is the last of the file; a file without rows is
+    one such error.
+
+    Args:
+        path: the file.
+        fields: those that will be used; a columnar format reads no others if it has them all.
+        part: the file's number in its source, for `Row.place`.
+
+    Raises:
+        InputError: the file system fails to read the file.
     """
-    num_rows = 0
+    for unit in read_units(path, fields, part):
+        yield from unit()
+
+
+def read_units(path: Path, fields: Sequence[str], part: int = 0) -> Iterator[Unit]:
+    """What `read_rows` gives, in units that cost little while they are not called; lines are not parsed."""
+    reader = READERS[ending_of(path)]
+    is_empty = True
     try:
-        for row in READERS[path.suffix.lower()](path, fields):
-            num_rows += 1
-            yield row
+        for unit in reader(path, fields, part):
+            is_empty = False
+            yield unit
+    except BrokenFileError as error:
+        yield failed(str(error))
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from error
-    if num_rows == 0:
-        raise InputError(f"{path}: the file is empty: it holds no rows")
+        # Arrow puts the path into `strerror`.
+        raise InputError(f"{path}: {os.strerror(error.errno) if error.errno else error}") from error
+    else:
+        if is_empty:
+            yield failed(f"{path}: the file is empty: it holds no rows")
 
 
-def _read_text(path: Path, fields: Sequence[str]) -> Iterator[Row]:
-    content = path.read_bytes().removeprefix(_BOM)
-    try:
-        yield Row(str(path), {"text": content.decode()})
-    except UnicodeDecodeError as error:
-        raise _bad_utf8(path) from error
-
-
-def _read_json_lines(path: Path, fields: Sequence[str]) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            content = (line.removeprefix(_BOM) if number == 1 else line).strip()
-            if content:
-                location = f"{path}:{number}"
-                yield Row(location, _json_object(_parse_json(content, location), location), place=Place(0, number))
-
-
-def _read_json(path: Path, fields: Sequence[str]) -> Iterator[Row]:
-    """A list of objects, read whole, or one object a line, as `.jsonl`."""
-    if not _holds_a_list(path):
-        try:
-            yield from _read_json_lines(path, fields)
-        except InputError as error:
-            raise InputError(
-                Problem(str(error), hint="a .json file holds a list of objects, or one object a line")
-            ) from error
-        return
-    values = _parse_json(path.read_bytes().removeprefix(_BOM), str(path))
-    for number, value in enumerate(values, start=1):
-        location = f"{path}: row {number}"
-        yield Row(location, _json_object(value, location), place=Place(0, number))
-
-
-def _holds_a_list(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4096).removeprefix(_BOM).lstrip()[:1] == b"["
+def ending_of(path: Path) -> str:
+    """The file's ending by which its reader is chosen, such as `.jsonl` or `.jsonl.gz`, in lower case."""
+    name = path.name.lower()
+    suffix = Path(name).suffix
+    return Path(name.removesuffix(suffix)).suffix + suffix if suffix in _PACKED else suffix
 
 
 def location_of(path: Path, number: int) -> str:
-    """The place of a row for messages, as `read_rows` gives it; `number` is that of the row's `place`."""
-    suffix = path.suffix.lower()
-    if suffix == ".txt":
+    """The place of a row for messages; `number` is that of the row's `place`."""
+    ending = ending_of(path).removesuffix(COMPRESSED)
+    if ending == ".txt":
         return str(path)
-    by_line = suffix in (".jsonl", ".ndjson", ".csv") or (suffix == ".json" and not _holds_a_list(path))
+    by_line = ending in (".jsonl", ".ndjson", ".csv") or (ending == ".json" and not holds_a_list(path))
     return f"{path}:{number}" if by_line else f"{path}: row {number}"
 
 
-def _parse_json(content: bytes, location: str) -> Any:
+def _read_text(path: Path, fields: Sequence[str], part: int) -> Iterator[Unit]:
+    """The whole file, as it is, but for a byte-order mark."""
+    with opened(path) as file:
+        content = file.read()
+    require_utf8(path, content[:2])
+    content = content.removeprefix(BOM)
     try:
-        return json.loads(content.decode(), object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}" if b"\n" in content else f"column {error.colno}"
-        raise InputError(f"{location}: not valid JSON: {error.msg} ({place})") from error
+        yield single(Row(str(path), {"text": content.decode()}, place=Place(part, 0)))
     except UnicodeDecodeError as error:
-        raise InputError(f"{location}: not valid UTF-8 (byte {error.start + 1})") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{location}: {error}") from error
+        line = content.count(b"\n", 0, error.start) + 1
+        byte = error.start - content.rfind(b"\n", 0, error.start)
+        yield failed(f"{path}:{line}: not valid UTF-8 (byte {byte} of the line)")
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is repeated")
-    return unique
-
-
-def _json_object(value: Any, location: str) -> Mapping[str, Any]:
-    if isinstance(value, dict):
-        return value
-    raise InputError(f"{location}: a row must be a JSON object, this is a {type(value).__name__}")
-
-
-def _read_csv(path: Path, fields: Sequence[str]) -> Iterator[Row]:
-    """Comma-separated with a header line; every value is text, so `007` stays `007`."""
-    # A document is often longer than csv's default limit of 131072 characters, which only the module can change.
-    csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        try:
-            header = next(reader, [])
-            repeated = sorted({name for name in header if header.count(name) > 1})
-            if repeated:
-                raise InputError(f"{path}:1: the column {repeated[0]!r} is repeated")
-            for cells in reader:
-                if not cells:
-                    continue
-                location = f"{path}:{reader.line_num}"
-                if len(cells) != len(header):
-                    raise InputError(f"{location}: {len(cells)} cells under {len(header)} columns")
-                yield Row(location, dict(zip(header, cells, strict=True)), False, Place(0, reader.line_num))
-        except csv.Error as error:
-            raise InputError(f"{path}:{reader.line_num}: not valid CSV: {error}") from error
-        except UnicodeDecodeError as error:
-            raise _bad_utf8(path) from error
-
-
-def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Row]:
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
-
-    try:
-        with pq.ParquetFile(path) as file:
-            batches = file.iter_batches(columns=_used_columns(file.schema_arrow.names, fields))
-            yield from _arrow_rows(path, batches)
-    except pa.ArrowException as error:
-        raise InputError(f"{path}: not a valid Parquet file: {error}") from error
-
-
-def _read_arrow(path: Path, fields: Sequence[str]) -> Iterator[Row]:
-    """Arrow's file format and its stream format, which `datasets` writes."""
-    import pyarrow as pa
-
-    with path.open("rb") as file:
-        is_file_format = file.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
-    try:
-        with pa.memory_map(str(path)) as source:
-            if is_file_format:
-                reader = pa.ipc.open_file(source)
-                batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-            else:
-                reader = batches = pa.ipc.open_stream(source)
-            columns = _used_columns(reader.schema.names, fields)
-            yield from _arrow_rows(path, (batch if columns is None else batch.select(columns) for batch in batches))
-    except pa.ArrowException as error:
-        raise InputError(f"{path}: not a valid Arrow file: {error}") from error
-
-
-def _used_columns(available: Sequence[str], fields: Sequence[str]) -> list[str] | None:
-    """The columns to read; None for all, so that the message about a missing field can list them."""
-    return list(dict.fromkeys(fields)) if set(fields) <= set(available) else None
-
-
-def _arrow_rows(path: Path, batches: Iterator[Any]) -> Iterator[Row]:
-    number = 0
-    for batch in batches:
-        for fields in batch.to_pylist():
-            number += 1
-            yield Row(f"{path}: row {number}", fields, place=Place(0, number))
-
-
-def _bad_utf8(path: Path) -> InputError:
-    """Finds the line: a text decoder reads ahead, and a UTF-8 character never holds a line end."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                return InputError(f"{path}:{number}: not valid UTF-8 (byte {error.start + 1} of the line)")
-    return InputError(f"{path}: not valid UTF-8")
-
-
-Reader = Callable[[Path, Sequence[str]], Iterator[Row]]
+_PLAIN: Mapping[str, Reader] = {
+    ".txt": _read_text,
+    ".jsonl": read_json_lines,
+    ".ndjson": read_json_lines,
+    ".json": read_json,
+    ".csv": read_csv,
+}
 
 READERS: Mapping[str, Reader] = {
-    ".txt": _read_text,
-    ".jsonl": _read_json_lines,
-    ".ndjson": _read_json_lines,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
+    **_PLAIN,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    **{f"{ending}{COMPRESSED}": reader for ending, reader in _PLAIN.items()},
 }
+
+_PACKED = frozenset({COMPRESSED, ".zst", ".bz2", ".xz", ".zip", ".lz4"})
+
+
+def is_unread(path: Path) -> bool:
+    """Whether a file is data of a known format, compressed in a way that no reader knows."""
+    ending = ending_of(path)
+    return ending not in READERS and Path(ending).stem in _PLAIN and Path(ending).suffix in _PACKED

@@ -65,13 +65,14 @@ class Source(Protocol):
     def rows(self, fields: Sequence[str]) -> Iterator[Row | InputError]:
         """All rows, one by one. A row that can't be read is an `InputError` with its place, in the row's stead.
 
-        `fields` are those that will be used; a columnar format reads no others if it has them all. Raises
-        `InputError` for what leaves no next row to go on with (a broken Parquet file).
+        `fields` are those that will be used; a columnar format reads no others if it has them all. What leaves no
+        next row of a file to go on with (damaged Parquet) is one such error too, and the next file follows. Raises
+        `InputError` where the file system fails.
         """
         ...
 
     def locate(self, place: Place) -> str:
-        """The place for messages: what `Row.location` says of the row that stands there."""
+        """The place of a row for messages, much as `Row.location` tells it."""
         ...
 
 

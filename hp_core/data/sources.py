@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hp_core.data.fingerprint import file_fingerprint, fingerprint
-from hp_core.data.readers import READERS, location_of, read_rows
+from hp_core.data.readers import READERS, ending_of, is_unread, location_of, read_rows
 from hp_core.data.records import Place, Row
 from hp_core.errors import ArgumentError, InputError
 
@@ -30,14 +30,13 @@ class FileSource:
     @cached_property
     def fingerprint(self) -> str:
         """Depends on the files' content, order and format, not on their names."""
-        parts = [part for path in self.paths for part in (path.suffix.lower(), file_fingerprint(path))]
+        parts = [part for path in self.paths for part in (ending_of(path), file_fingerprint(path))]
         return fingerprint("files", *parts)
 
     def rows(self, fields: Sequence[str]) -> Iterator[Row | InputError]:
         """The rows, file by file."""
         for number, path in enumerate(self.paths):
-            for row in read_rows(path, fields):
-                yield row._replace(place=Place(number, row.place.number))
+            yield from read_rows(path, fields, number)
 
     def locate(self, place: Place) -> str:
         """The file, and the line or row in it."""
@@ -49,7 +48,8 @@ def expand_files(files: str | Sequence[str], *, argument: str = "files") -> list
 
     Entries keep their order; what one entry stands for is sorted by path. A directory stands for every file with
     a known ending in it and below, except hidden ones; `**` in a glob crosses directories. Raises `ArgumentError`
-    for an entry that stands for nothing, a file named twice and an ending that no reader knows.
+    for an entry that stands for nothing, a file named twice, an ending that no reader knows and a data file that is
+    compressed otherwise than by gzip, in a directory too.
     """
     entries = [files] if isinstance(files, str) else list(files)
     if not entries:
@@ -63,7 +63,10 @@ def expand_files(files: str | Sequence[str], *, argument: str = "files") -> list
             if identity in named_by:
                 raise ArgumentError(path, f"{str(file)!r} is named twice, by {named_by[identity]!r} and {entry!r}")
             named_by[identity] = entry
-            if file.suffix.lower() not in READERS:
+            if is_unread(file):
+                hint = "decompress it, or write .gz, of text formats only"
+                raise ArgumentError(path, f"{str(file)!r} is compressed in a way that can't be read", hint)
+            if ending_of(file) not in READERS:
                 raise ArgumentError(path, f"{str(file)!r} has no known ending", f"known: {', '.join(READERS)}")
             expanded.append(file)
     return expanded
@@ -90,4 +93,5 @@ def _expand(entry: str, argument: str) -> list[Path]:
 
 def _is_data(file: Path, directory: Path) -> bool:
     hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
-    return not hidden and file.is_file() and file.suffix.lower() in READERS and file.name.lower() not in _METADATA_FILES
+    is_data = ending_of(file) in READERS or is_unread(file)
+    return not hidden and file.is_file() and is_data and file.name.lower() not in _METADATA_FILES

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-from hp_core.data.records import Row
+from hp_core.data.records import Place, Row
 from hp_core.data.sources import FileSource, expand_files
-from hp_core.errors import ArgumentError
+from hp_core.errors import ArgumentError, InputError
 
 
 @pytest.fixture
@@ -39,11 +42,15 @@ def test_what_entries_stand_for(data: Path) -> None:
         (["{data}/b.txt", "{data}/*.txt"], "files[1]", "is named twice"),
         ("{data}/notes.md", "files", "no known ending; known: .txt, .jsonl"),
         ("{data}/empty", "files", "holds no data file"),
+        ("{data}/packed", "files", "b.jsonl.zst' is compressed in a way that can't be read; decompress it"),
         ([], "files", "is empty"),
     ],
 )
 def test_entries_that_stand_for_nothing_usable(data: Path, files: str | list[str], path: str, said: str) -> None:
     (data / "empty").mkdir()
+    (data / "packed").mkdir()
+    for name in ("a.jsonl", "b.jsonl.zst"):
+        (data / "packed" / name).write_text("{}")
     filled = files.format(data=data) if isinstance(files, str) else [file.format(data=data) for file in files]
     with pytest.raises(ArgumentError) as caught:
         expand_files(filled)
@@ -76,3 +83,24 @@ def test_the_fingerprint_follows_content_order_and_format_but_not_names(tmp_path
     one.write_text("on3")
     others.add(FileSource([one, two]).fingerprint)
     assert len(others | {base}) == 5
+
+
+def test_a_directory_of_several_formats_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").write_text('{"text": "one"}\n{"text": 1\n')
+    (tmp_path / "2.csv").write_text("id,text\n7,two\n")
+    (tmp_path / "3.json").write_text('[{"text": "three"}]')
+    (tmp_path / "4.jsonl.gz").write_bytes(gzip.compress(b'{"text": "four"}'))
+    (tmp_path / "5.txt").write_text("five")
+    (tmp_path / "6.parquet").write_bytes(b"PAR1")
+    pq.write_table(pa.table({"text": ["seven"]}), tmp_path / "7.parquet")
+    whole = source(expand_files(str(tmp_path)))
+    rows = list(whole.rows(("text",)))
+    texts = [row.fields["text"] for row in rows if isinstance(row, Row)]
+    assert texts == ["one", "two", "three", "four", "five", "seven"]
+    faults = [str(row).partition(": ")[0] for row in rows if isinstance(row, InputError)]
+    assert faults == [f"{tmp_path}/1.jsonl:2", f"{tmp_path}/6.parquet"]
+    places = [row.place for row in rows if isinstance(row, Row)]
+    assert places == [Place(0, 1), Place(1, 2), Place(2, 1), Place(3, 1), Place(4, 0), Place(6, 1)]
+    assert [whole.locate(place).removeprefix(f"{tmp_path}/") for place in places] == [
+        *("1.jsonl:1", "2.csv:2", "3.json: row 1", "4.jsonl.gz:1", "5.txt", "7.parquet: row 1")
+    ]
