@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_core.data.mixture import Mixture
 from hp_core.data.protocols import EMPTY_ROW
+from hp_core.data.shuffling import shuffled
 from hp_core.errors import InputError, Problem
 
 
@@ -28,26 +29,36 @@ class GlobalOrder:
     It depends on the data, the seed and the epoch only, never on ranks, micro-batches or workers, so a run
     continues at a `Position` on any number of ranks. Each epoch has its own order and holds every row once; its
     last step is smaller when the rows don't divide. `limit` ends the run after that many rows (`train_samples`).
+    With a `mixture`, whose epochs have `num_rows` rows too, each takes what the mixture says instead.
     """
 
     def __init__(
-        self, num_rows: int, *, fingerprint: str, seed: int, rows_per_step: int, limit: int | None = None
+        self,
+        num_rows: int,
+        *,
+        fingerprint: str,
+        seed: int,
+        rows_per_step: int,
+        limit: int | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
+        if mixture is not None and mixture.num_rows != num_rows:
+            raise ValueError(f"an epoch of the mixture has {mixture.num_rows} rows, not {num_rows}")
         if num_rows < 1 or rows_per_step < 1 or (limit is not None and limit < 1):
             raise ValueError(f"num_rows {num_rows}, rows_per_step {rows_per_step} and limit {limit} must be positive")
         self.num_rows = num_rows
         self.rows_per_step = rows_per_step
         self.limit = limit
+        self._mixture = mixture
         self._stream = f"{fingerprint}:{seed}"
         self._latest: tuple[int, NDArray[np.int64]] | None = None
 
     def permutation(self, epoch: int) -> NDArray[np.int64]:
         """The rows in the order of `epoch`; read-only, and kept for the epoch last asked for."""
         if self._latest is None or self._latest[0] != epoch:
-            digest = hashlib.sha256(f"{self._stream}:{epoch}".encode()).digest()
-            # numpy keeps a bit generator's raw stream stable over versions, but not Generator.permutation's.
-            keys = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(self.num_rows)
-            rows = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+            rows = shuffled(f"{self._stream}:{epoch}", self.num_rows)
+            if self._mixture is not None:
+                rows = self._mixture.epoch_rows(epoch, self._stream)[rows]
             rows.setflags(write=False)
             self._latest = (epoch, rows)
         return self._latest[1]
