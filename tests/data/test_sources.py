@@ -93,7 +93,7 @@ def test_a_directory_of_several_formats_is_read_in_the_order_of_names(tmp_path: 
     (tmp_path / "5.txt").write_text("five")
     (tmp_path / "6.parquet").write_bytes(b"PAR1")
     pq.write_table(pa.table({"text": ["seven"]}), tmp_path / "7.parquet")
-    whole = source(expand_files(str(tmp_path)))
+    whole = FileSource(expand_files(str(tmp_path)))
     rows = list(whole.rows(("text",)))
     texts = [row.fields["text"] for row in rows if isinstance(row, Row)]
     assert texts == ["one", "two", "three", "four", "five", "seven"]

@@ -112,7 +112,7 @@ def test_half_a_surrogate_pair_is_placed_whichever_tokenizer_meets_it(tmp_path: 
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": "\\ud83d"}\n')
     for tokenizer in (byte_tokenizer(), bpe(), bpe(sample_bytes=None)):
-        with pytest.raises(InputError, match=r"a\.jsonl:2: character 1"):
+        with pytest.raises(InputError, match=r"a\.jsonl:2: text: character 1 "):
             build(files=str(path), tokenizer=tokenizer)
 
 
