@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from hp_core.data.fields import RowText
 from hp_core.data.fingerprint import fingerprint
 from hp_core.data.mixed import MixedRows
-from hp_core.data.packing import Layout, PackedRows, plan_rows
-from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
+from hp_core.data.packing import WEIGHTS, Layout, PackedRows, plan_rows
+from hp_core.data.protocols import DataReport, Datasets, Tokenizer, TrainableTokenizer
 from hp_core.data.reading import Faults, Reading
 from hp_core.data.records import DocumentEncoder, Row, Source
 from hp_core.data.rows import WithEmptyRow
@@ -63,15 +63,36 @@ def build_datasets(
         tokenizer = _learned(tokenizer, parts, validation_fraction, reading)
     stores = _stores(parts, tokenizer, reading)
     held = _held_out(stores, validation_fraction)
-    validation: WithEmptyRow | None = None
+    train = _Split("training", parts, stores, [~one for one in held])
+    validation: _Split | None = None
     if validation_parts:
         validation_stores = _stores(validation_parts, tokenizer, reading)
         everything = [np.ones(len(store.lengths), dtype=bool) for store in validation_stores]
-        validation = _rows(validation_parts, validation_stores, everything, layout, tokenizer, "validation")
+        validation = _Split("validation", validation_parts, validation_stores, everything)
     elif any(one.any() for one in held):
-        validation = _rows(parts, stores, held, layout, tokenizer, "validation")
-    train = _rows(parts, stores, [~one for one in held], layout, tokenizer, "training")
-    return Datasets(train=train, validation=validation, tokenizer=tokenizer)
+        # The faulty rows of a source are told with its training rows.
+        validation = _Split("validation", parts, stores, held, counts_faults=False)
+    return Datasets(
+        train=_rows(train, layout, tokenizer.eos_id),
+        validation=None if validation is None else _rows(validation, layout, tokenizer.eos_id),
+        tokenizer=tokenizer,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Split:
+    """The selected documents of each part."""
+
+    role: str
+    parts: Sequence[Part]
+    stores: Sequence[TokenStore]
+    selected: Sequence[NDArray[np.bool_]]
+    counts_faults: bool = True
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether targets of some part count for something else than 1; then the rows of all parts say so."""
+        return any(part.loss_weight != 1 for part in self.parts) or any(one.meta.has_weights for one in self.stores)
 
 
 def _stores(parts: Sequence[Part], tokenizer: Tokenizer, reading: Reading) -> list[TokenStore]:
@@ -86,33 +107,38 @@ def _held_out(stores: Sequence[TokenStore], fraction: float) -> list[NDArray[np.
     return np.split(held_out(hashes, has_text, fraction), ends[:-1])
 
 
-def _rows(
-    parts: Sequence[Part],
-    stores: Sequence[TokenStore],
-    selected: Sequence[NDArray[np.bool_]],
-    layout: Layout,
-    tokenizer: Tokenizer,
-    role: str,
-) -> WithEmptyRow:
-    """The rows of the selected documents; only validation may have none of a part."""
+def _rows(split: _Split, layout: Layout, eos_id: int) -> WithEmptyRow:
+    """The split's rows; every part has some in training."""
     packed: list[PackedRows] = []
     names: list[str] = []
-    for part, store, chosen in zip(parts, stores, selected, strict=True):
-        plan = plan_rows(store.lengths, layout, chosen)
-        if plan.num_rows == 0 and (role == "training" or len(parts) == 1):
-            source = f" of the source {part.name!r}" if part.name else ""
-            raise InputError(
-                f"the {role} data{source} has nothing to predict: {plan.report.empty_documents} documents without text,"
-                f" {plan.report.short_documents} of one token, none longer"
-            )
-        if plan.num_rows:
-            packed.append(PackedRows(store, plan, pad_id=tokenizer.eos_id))
-            names.append(part.name)
+    for part, store, chosen in zip(split.parts, split.stores, split.selected, strict=True):
+        plan = plan_rows(store.lengths, layout, chosen, store.trained)
+        if split.counts_faults:
+            plan = replace(plan, report=replace(plan.report, faulty_rows=store.meta.faulty_rows))
+        if plan.num_rows == 0 and (split.role == "training" or len(split.parts) == 1):
+            raise InputError(_nothing_to_predict(split.role, part, plan.report, layout))
+        if plan.num_rows == 0:
+            continue
+        if split.is_weighted and WEIGHTS in store.columns:
+            raise ArgumentError("columns", f"{WEIGHTS!r} is what the weights of tokens and sources are called")
+        loss_weight = part.loss_weight if split.is_weighted else None
+        packed.append(PackedRows(store, plan, eos_id=eos_id, loss_weight=loss_weight))
+        names.append(part.name)
     if not packed:
-        raise InputError(f"the {role} data has nothing to predict in any of its {len(parts)} sources")
-    if names == [""]:
-        return WithEmptyRow(packed[0])
-    return WithEmptyRow(MixedRows(packed, names))
+        raise InputError(f"the {split.role} data has nothing to predict in any of its {len(split.parts)} sources")
+    return WithEmptyRow(packed[0] if names == [""] else MixedRows(packed, names))
+
+
+def _nothing_to_predict(role: str, part: Part, report: DataReport, layout: Layout) -> str:
+    source = f" of the source {part.name!r}" if part.name else ""
+    reasons = [f"{report.empty_documents} documents without text", f"{report.short_documents} of one token"]
+    if report.dropped_documents:
+        reasons.append(f"{report.dropped_documents} longer than max_seq_len {layout.max_seq_len}, which are dropped")
+    if report.untargeted_documents:
+        reasons.append(f"{report.untargeted_documents} without a trained token")
+    if report.faulty_rows:
+        reasons.append(f"{report.faulty_rows} faulty rows")
+    return f"the {role} data{source} has nothing to predict: {', '.join(reasons)}, and no others"
 
 
 def _learned(

@@ -1,119 +1,171 @@
-"""Documents laid end to end and cut into rows of equal length, by a plan over their lengths alone."""
+"""Documents in rows of equal length, by a plan over their lengths and masks alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, cast
+from bisect import bisect_right
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_core.data.best_fit import best_fit_decreasing
 from hp_core.data.fingerprint import fingerprint
+from hp_core.data.layout import Layout as Layout
+from hp_core.data.pieces import Mask, Numbers, Pieces, cut_at_rows, cut_to_length, kept_documents
 from hp_core.data.protocols import IGNORED_LABEL, DataReport, Sample
-from hp_core.data.tokens import TokenStore
-from hp_core.errors import ArgumentError
 
-MIN_SEQ_LEN = 2
-_RULE_VERSION = 1
-
-
-Packing = Literal["best_fit", "sequential", "none"]
-LengthPolicy = Literal["drop", "truncate", "truncate_eos", "split"]
+# The array of the rows that holds what each target counts for, where documents or sources have weights.
+WEIGHTS = "token_weights"
+_RULE_VERSION = 2
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How documents become rows of `max_seq_len` tokens.
+class Documents(Protocol):
+    """Encoded documents: what `TokenStore` holds; see there."""
 
-    Raises `ArgumentError` for rows that have no room for a token and its target.
-    """
+    @property
+    def key(self) -> str:
+        """A hash of everything that is held."""
+        ...
 
-    max_seq_len: int
-    packing: Packing = "sequential"
-    length_policy: LengthPolicy = "split"
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the documents' numbers."""
+        ...
 
-    def __post_init__(self) -> None:
-        if self.max_seq_len < MIN_SEQ_LEN:
-            raise ArgumentError("max_seq_len", f"{self.max_seq_len} is below {MIN_SEQ_LEN}, a token and its target")
+    @property
+    def tokens(self) -> NDArray[np.unsignedinteger]:
+        """The ids of all documents, end to end."""
+        ...
+
+    @property
+    def trained(self) -> Mask | None:
+        """Whether each token is a target; None where all are."""
+        ...
+
+    @property
+    def weights(self) -> NDArray[np.float32] | None:
+        """What each token counts for as a target; None where all count for 1."""
+        ...
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """Each document's columns, `[documents, columns]`."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Which tokens of a token store each row holds.
-
-    The kept documents form one stream. `ends` are their ends in the stream and `shifts` how far each lies further
-    on in the store; `documents` are their numbers there. Row `i` holds positions `i * max_seq_len` and on, up to
-    `num_tokens` in the last row.
-    """
+    """Which pieces of documents each row holds: row `i` those from `row_ends[i - 1]` to `row_ends[i]`, in order."""
 
     max_seq_len: int
-    num_tokens: int
-    lengths: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    shifts: NDArray[np.int64]
-    documents: NDArray[np.int64]
+    pieces: Pieces
+    row_ends: Numbers
     report: DataReport
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are; all but the last are full."""
-        return -(-self.num_tokens // self.max_seq_len)
+        """How many rows there are."""
+        return len(self.row_ends)
+
+    def row(self, index: int) -> Pieces:
+        """The pieces of a row."""
+        begin, end = int(self.row_ends[index - 1]) if index else 0, int(self.row_ends[index])
+        return self.pieces.take(np.arange(begin, end))
 
 
-def plan_rows(lengths: NDArray[np.int64], layout: Layout, selected: NDArray[np.bool_] | None = None) -> PackingPlan:
-    """Plan rows of `layout` over the `selected` documents (default: all) of the given lengths.
+def plan_rows(
+    lengths: Numbers, layout: Layout, selected: Mask | None = None, trained: Mask | None = None
+) -> PackingPlan:
+    """Plan the rows of the `selected` documents (default: all) of the given lengths.
 
-    Documents of 0 (empty) or 1 token (nothing to predict) are left out and counted. So is the very last token
-    if it would be alone in the last row: its document lies in the row before, where it is still a target.
+    Documents without anything to predict are left out and counted. So are tokens of a document, split into pieces,
+    that lie in a piece or row without any target: they would be computed for nothing.
+
+    Args:
+        lengths: `[documents]` tokens of each, as they lie in the store.
+        layout: how long rows are, what shares one, and what becomes of documents that are longer.
+        selected: `[documents]`
+        trained: `[tokens]` whether each token of the store is a target; None if all are.
     """
-    max_seq_len = layout.max_seq_len
     lengths = np.asarray(lengths, dtype=np.int64)
-    chosen = np.ones(len(lengths), dtype=bool) if selected is None else selected
-    kept = chosen & (lengths >= 2)
-    store_starts = (np.cumsum(lengths) - lengths)[kept]
-    kept_lengths = lengths[kept]
-    ends = np.cumsum(kept_lengths)
-    stream = int(ends[-1]) if len(ends) else 0
-    dropped = int(stream % max_seq_len == 1)
-    num_tokens = stream - dropped
-    num_rows = -(-num_tokens // max_seq_len)
+    whole, left_out = kept_documents(lengths, layout, selected, trained)
+    pieces, row_of = _placed(whole, layout, trained)
+    order = np.argsort(row_of, kind="stable")
+    pieces, row_of = pieces.take(order), row_of[order]
+    is_last = np.append(row_of[1:] != row_of[:-1], True)[: len(row_of)]
+    row_ends = np.flatnonzero(is_last) + 1
+    num_tokens = int(pieces.sizes.sum())
     report = DataReport(
-        documents=len(kept_lengths),
-        empty_documents=int(np.count_nonzero(chosen & (lengths == 0))),
-        short_documents=int(np.count_nonzero(chosen & (lengths == 1))),
+        documents=len(whole),
         tokens=num_tokens,
-        targets=stream - len(kept_lengths),
-        rows=num_rows,
-        padding_tokens=num_rows * max_seq_len - num_tokens,
-        dropped_tokens=dropped,
+        targets=int(pieces.targets(trained).sum()),
+        rows=len(row_ends),
+        padding_tokens=len(row_ends) * layout.max_seq_len - num_tokens,
+        dropped_tokens=int(whole.sizes.sum()) - num_tokens,
+        split_documents=int(np.count_nonzero(np.bincount(pieces.documents) > 1)),
+        **asdict(left_out),
     )
-    shifts = store_starts - (ends - kept_lengths)
-    return PackingPlan(max_seq_len, num_tokens, kept_lengths, ends, shifts, np.flatnonzero(kept), report)
+    return PackingPlan(layout.max_seq_len, pieces, row_ends, report)
+
+
+def _placed(whole: Pieces, layout: Layout, trained: Mask | None) -> tuple[Pieces, Numbers]:
+    """The pieces that fit rows, and the number of each one's row; rows in between may have none."""
+    if layout.is_stream:
+        pieces, row_of = cut_at_rows(whole, layout.max_seq_len)
+        has_targets = np.bincount(row_of, weights=pieces.targets(trained))[row_of] > 0 if len(pieces) else row_of > 0
+        return pieces.take(has_targets), row_of[has_targets]
+    pieces = whole
+    if layout.length_policy == "split":
+        pieces = cut_to_length(whole, layout.max_seq_len)
+        pieces = pieces.take(pieces.targets(trained) > 0)
+    if layout.packing == "best_fit":
+        return pieces, best_fit_decreasing(pieces.sizes, layout.max_seq_len)
+    if layout.packing == "sequential":
+        return pieces, next_fit(pieces.sizes, layout.max_seq_len)
+    return pieces, np.arange(len(pieces))
+
+
+def next_fit(sizes: Numbers, capacity: int) -> Numbers:
+    """The bin of each item: the latest bin if it has room, else a new one."""
+    ends = np.cumsum(sizes).tolist()
+    first: list[int] = []
+    item = 0
+    while item < len(ends):
+        first.append(item)
+        item = bisect_right(ends, (ends[item - 1] if item else 0) + capacity, lo=item)
+    return np.searchsorted(np.array(first, dtype=np.int64), np.arange(len(ends)), side="right") - 1
 
 
 class PackedRows:
     """The rows of a plan, read from the memory-mapped token store when asked for.
 
-    In each row `labels[t]` is the token after position `t` in the same document, even where that token begins
-    the next row; a document's last token has none. `position_ids` restart with every piece of a document. The
-    padding behind the last row's tokens is a piece of its own, with `pad_id` as input and no targets. Each column
-    of the store is a float32 array that holds, at each position of a document, the document's value, and 0 in padding.
+    In each row `labels[t]` is the token after position `t` in the same document if that is trained, even where it
+    begins another row; a document's last token has none. `position_ids` restart with every piece of a document. The
+    padding behind the last piece is a piece of its own, with `eos_id` as input and no targets. Each column of the
+    store is a float32 array that holds, at each position of a document, the document's value, and 0 in padding.
+
+    With a `loss_weight`, `token_weights` holds what the target of each position counts for: the target's weight in
+    the store times the `loss_weight`, and 0 where there is no target.
     """
 
-    def __init__(self, store: TokenStore, plan: PackingPlan, *, pad_id: int) -> None:
+    def __init__(self, store: Documents, plan: PackingPlan, *, eos_id: int, loss_weight: float | None = None) -> None:
         self.store = store
         self.plan = plan
-        self.pad_id = pad_id
+        self.eos_id = eos_id
+        self.loss_weight = loss_weight
         self.max_seq_len = plan.max_seq_len
         self.report = plan.report
+        pieces = plan.pieces
+        arrays = (plan.row_ends, pieces.starts, pieces.sizes, pieces.ends, pieces.closes)
         self.fingerprint = fingerprint(
-            "packed rows", _RULE_VERSION, store.key, plan.max_seq_len, plan.lengths.tobytes(), plan.shifts.tobytes()
+            "packed rows", _RULE_VERSION, store.key, plan.max_seq_len, loss_weight, *(one.tobytes() for one in arrays)
         )
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The arrays that its rows have beside those of every row."""
-        return self.store.columns
+        return self.store.columns if self.loss_weight is None else (*self.store.columns, WEIGHTS)
 
     def __len__(self) -> int:
         return self.plan.num_rows
@@ -121,32 +173,39 @@ class PackedRows:
     def __getitem__(self, index: int, /) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        plan = self.plan
-        begin = index * plan.max_seq_len
-        end = min(begin + plan.max_seq_len, plan.num_tokens)
-        first, last = np.searchsorted(plan.ends, (begin, end - 1), side="right")
-        ends = plan.ends[first : last + 1]
-        starts = np.maximum(ends - plan.lengths[first : last + 1], begin)
-        sizes = np.minimum(ends, end) - starts
-        stream = np.arange(begin, end)
-        stored = stream + np.repeat(plan.shifts[first : last + 1], sizes)
-        has_target = stream + 1 < np.repeat(ends, sizes)
+        pieces, length = self.plan.row(index), self.max_seq_len
+        sizes = pieces.sizes
+        size = int(sizes.sum())
+        positions = np.arange(size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        stored = positions + np.repeat(pieces.starts, sizes)
+        has_target = stored + 1 < np.repeat(pieces.ends, sizes)
+        if self.store.trained is not None:
+            has_target[has_target] = self.store.trained[stored[has_target] + 1]
+        next_stored = stored[has_target] + 1
 
-        input_ids = np.full(plan.max_seq_len, self.pad_id, dtype=np.int64)
-        labels = np.full(plan.max_seq_len, IGNORED_LABEL, dtype=np.int64)
-        position_ids = np.arange(plan.max_seq_len) - (end - begin)
-        input_ids[: end - begin] = self.store.tokens[stored]
-        labels[: end - begin][has_target] = self.store.tokens[stored[has_target] + 1]
-        position_ids[: end - begin] = stream - np.repeat(starts, sizes)
-        sample = {
+        input_ids = np.full(length, self.eos_id, dtype=np.int64)
+        labels = np.full(length, IGNORED_LABEL, dtype=np.int64)
+        position_ids = np.arange(length) - size
+        input_ids[:size] = self.store.tokens[stored]
+        labels[:size][has_target] = self.store.tokens[next_stored]
+        position_ids[:size] = positions
+        closing = np.cumsum(sizes)[pieces.closes] - 1
+        input_ids[closing] = self.eos_id
+        labels[closing - 1] = self.eos_id
+        sample: dict[str, Any] = {
             "index": int(index),
             "input_ids": input_ids,
             "labels": labels,
             "position_ids": position_ids,
-            "is_padding": np.arange(plan.max_seq_len) >= end - begin,
+            "is_padding": np.arange(length) >= size,
         }
         for number, name in enumerate(self.store.columns):
-            column = np.zeros(plan.max_seq_len, dtype=np.float32)
-            column[: end - begin] = np.repeat(self.store.values[plan.documents[first : last + 1], number], sizes)
+            column = np.zeros(length, dtype=np.float32)
+            column[:size] = np.repeat(self.store.values[pieces.documents, number], sizes)
             sample[name] = column
+        if self.loss_weight is not None:
+            weights = np.zeros(length, dtype=np.float32)
+            own = np.float32(1) if self.store.weights is None else self.store.weights[next_stored]
+            weights[:size][has_target] = own * np.float32(self.loss_weight)
+            sample[WEIGHTS] = weights
         return cast(Sample, sample)

@@ -103,9 +103,13 @@ class Sample(TypedDict):
 class DataReport:
     """What became of the documents of one dataset.
 
-    `documents` are those in the rows; `empty_documents` had no text and `short_documents` only one token, so
-    nothing to predict: both are left out. `tokens` are input tokens in the rows, `targets` the supervised ones.
-    `dropped_tokens` is 1 when the last row would have held a single token without a target, else 0.
+    `documents` are those in the rows; `tokens` are input tokens in the rows, `targets` the supervised ones. Left out
+    are `empty_documents` (no text), `short_documents` (one token, so nothing to predict), `dropped_documents` (longer
+    than a row, where the length policy says so), `untargeted_documents` (no token to predict is trained, maybe after
+    cutting) and `faulty_rows` of the source.
+
+    Of the documents in the rows, `cut_documents` lack their end, altogether `cut_tokens`, and `split_documents` lie in
+    several pieces or rows; `dropped_tokens` of those lie in pieces or rows without any target, which are left out.
     """
 
     documents: int
@@ -116,6 +120,12 @@ class DataReport:
     rows: int
     padding_tokens: int
     dropped_tokens: int = 0
+    dropped_documents: int = 0
+    untargeted_documents: int = 0
+    cut_documents: int = 0
+    cut_tokens: int = 0
+    split_documents: int = 0
+    faulty_rows: int = 0
 
     @property
     def fill(self) -> float:

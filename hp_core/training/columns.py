@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hp_core.data.packing import WEIGHTS
 from hp_core.data.protocols import EMPTY_ROW, Datasets, RowDataset, Sample
 from hp_core.data.rows import WithEmptyRow
 from hp_core.errors import InputError, Problem, RunError
@@ -102,7 +103,10 @@ def _lacking(columns: Sequence[str], loss_fn: nn.Module, datasets: Datasets) -> 
 def _unused(columns: Sequence[str], loss_fn: nn.Module, dataset: RowDataset) -> Iterator[Problem]:
     brought = dataset.columns if isinstance(dataset, WithEmptyRow) else ()
     for name in brought:
-        if name not in columns:
+        if name == WEIGHTS and name not in columns:
+            message = f"{type(loss_fn).__name__} takes no weights, and the data has some, of tokens or of sources"
+            yield Problem(message, path="dataset", hint=f"write loss_fn.token_weights: {WEIGHTS}")
+        elif name not in columns:
             message = f"{type(loss_fn).__name__} takes no column {name!r}, which the dataset's `columns` asks for"
             taken = ", ".join(columns) or "none"
             hint = did_you_mean(name, columns) or "leave it out, or let the loss declare it"

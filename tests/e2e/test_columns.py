@@ -109,7 +109,7 @@ def test_a_plugin_that_prepares_inputs_may_use_what_the_loss_does_not(tmp_path: 
 
 def test_columns_are_in_the_first_lines_of_a_run(tmp_path: Path) -> None:
     done = hp_train_here(str(recipe(tmp_path)), LOSS, *text(tmp_path, "[weights]"))
-    assert "trailing tokens; columns: weights\n" in done.stdout
+    assert "; columns: weights\n" in done.stdout
 
 
 def test_a_loss_around_a_loss_declares_for_both(tmp_path: Path) -> None:

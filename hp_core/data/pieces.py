@@ -1,0 +1,143 @@
+"""Documents cut into pieces that fit a row, by their lengths and masks alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hp_core.data.layout import Layout
+
+# Tokens whose running count is held at a time.
+_BLOCK = 1 << 24
+
+Mask = NDArray[np.bool_]
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Runs of neighbouring tokens of a store, `[pieces]` each.
+
+    `documents` are their documents' numbers, `starts` where they begin in the store and `sizes` their tokens. No token
+    from `ends` on is a target: it belongs to another document, or is cut off. The last token of those that `closes`
+    marks is replaced by the end token.
+    """
+
+    documents: Numbers
+    starts: Numbers
+    sizes: Numbers
+    ends: Numbers
+    closes: Mask
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def take(self, chosen: Mask | Numbers) -> Pieces:
+        """The pieces of a mask, or of numbers in their order."""
+        of_each = (self.documents[chosen], self.starts[chosen], self.sizes[chosen], self.ends[chosen])
+        return Pieces(*of_each, self.closes[chosen])
+
+    def targets(self, trained: Mask | None) -> Numbers:
+        """How many of each piece's positions have a target."""
+        return count_trained(trained, self.starts + 1, np.minimum(self.starts + self.sizes + 1, self.ends))
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """How many of the selected documents are not in the rows, or only in part, and how many tokens are cut off."""
+
+    empty_documents: int
+    short_documents: int
+    dropped_documents: int
+    untargeted_documents: int
+    cut_documents: int
+    cut_tokens: int
+
+
+def kept_documents(
+    lengths: Numbers, layout: Layout, selected: Mask | None, trained: Mask | None
+) -> tuple[Pieces, LeftOut]:
+    """What the length policy leaves of each document, as one piece, however long.
+
+    Documents of 0 (empty) or 1 token (nothing to predict) are left out, and after cutting those without any target.
+    """
+    chosen = np.ones(len(lengths), dtype=bool) if selected is None else selected
+    documents = np.flatnonzero(chosen & (lengths >= 2))
+    whole = lengths[documents]
+    num_dropped = 0
+    if layout.length_policy == "drop":
+        fits = whole <= layout.max_seq_len
+        documents, whole, num_dropped = documents[fits], whole[fits], int(np.count_nonzero(~fits))
+    sizes = np.minimum(whole, layout.max_seq_len) if layout.length_policy.startswith("truncate") else whole
+    starts = (np.cumsum(lengths) - lengths)[documents]
+    is_cut = sizes < whole
+    closes = np.zeros(len(documents), dtype=bool)
+    if layout.length_policy == "truncate_eos":
+        last = starts + sizes - 1
+        closes[is_cut] = True if trained is None else trained[last[is_cut]]
+    pieces = Pieces(documents, starts, sizes, starts + sizes, closes)
+    has_targets = pieces.targets(trained) > 0
+    cut_off = (whole - sizes)[has_targets]
+    left_out = LeftOut(
+        empty_documents=int(np.count_nonzero(chosen & (lengths == 0))),
+        short_documents=int(np.count_nonzero(chosen & (lengths == 1))),
+        dropped_documents=num_dropped,
+        untargeted_documents=int(np.count_nonzero(~has_targets)),
+        cut_documents=int(np.count_nonzero(cut_off)),
+        cut_tokens=int(cut_off.sum()),
+    )
+    return pieces.take(has_targets), left_out
+
+
+def cut_to_length(whole: Pieces, max_seq_len: int) -> Pieces:
+    """The pieces cut every `max_seq_len` tokens; the next token stays the last target of each."""
+    number = -(-whole.sizes // max_seq_len)
+    parent = np.repeat(np.arange(len(whole)), number)
+    offsets = (np.arange(len(parent)) - np.repeat(np.cumsum(number) - number, number)) * max_seq_len
+    return _parts(whole, parent, offsets, np.minimum(whole.sizes[parent] - offsets, max_seq_len))
+
+
+def cut_at_rows(whole: Pieces, max_seq_len: int) -> tuple[Pieces, Numbers]:
+    """The pieces laid end to end and cut every `max_seq_len` tokens of all; also the number of each part's row."""
+    stream_ends = np.cumsum(whole.sizes)
+    total = int(stream_ends[-1]) if len(whole) else 0
+    # Not np.union1d, whose hashing takes fifty times as long as merging two sorted runs.
+    ends = np.sort(np.concatenate([stream_ends, np.arange(max_seq_len, total, max_seq_len)]), kind="stable")
+    ends = ends[np.append(ends[1:] != ends[:-1], True)[: len(ends)]]
+    begins = np.concatenate([np.zeros(min(1, len(ends)), dtype=np.int64), ends[:-1]])
+    parent = np.searchsorted(stream_ends, begins, side="right")
+    offsets = begins - (stream_ends - whole.sizes)[parent]
+    return _parts(whole, parent, offsets, ends - begins), begins // max_seq_len
+
+
+def _parts(whole: Pieces, parent: Numbers, offsets: Numbers, sizes: Numbers) -> Pieces:
+    parts = whole.take(parent)
+    return Pieces(parts.documents, parts.starts + offsets, sizes, parts.ends, parts.closes)
+
+
+def count_trained(trained: Mask | None, begins: Numbers, ends: Numbers) -> Numbers:
+    """How many tokens of each range of a store are trained; all where there is no mask."""
+    if trained is None:
+        sizes: Numbers = np.maximum(ends - begins, 0)
+        return sizes
+    before = _count_before(trained, np.concatenate([begins, np.maximum(ends, begins)]))
+    counts: Numbers = before[len(begins) :] - before[: len(begins)]
+    return counts
+
+
+def _count_before(trained: Mask, positions: Numbers) -> Numbers:
+    """How many trained tokens lie before each position; in blocks, because a store may be larger than memory."""
+    order = np.argsort(positions, kind="stable")
+    ascending = positions[order]
+    counts = np.empty(len(positions), dtype=np.int64)
+    total = 0
+    for begin in range(0, max(len(trained), 1), _BLOCK):
+        block = np.concatenate([[0], np.cumsum(trained[begin : begin + _BLOCK], dtype=np.int64)])
+        first, last = np.searchsorted(ascending, (begin, begin + _BLOCK))
+        if begin + _BLOCK >= len(trained):
+            last = len(ascending)
+        counts[order[first:last]] = total + block[ascending[first:last] - begin]
+        total += int(block[-1])
+    return counts
