@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
+from tokenizers import Tokenizer as FastBackend
 
+from hp_core.data.chat.template import ChatTemplate, PlacedTokens
+from hp_core.data.chat.tokens import as_placed
 from hp_core.data.fingerprint import file_fingerprint, fingerprint
 from hp_core.data.protocols import Tokenizer
 from hp_core.errors import ArgumentError
@@ -46,6 +51,82 @@ class PretrainedTokenizer:
         """Write all its files, chat template included."""
         self._tokenizer.save_pretrained(directory)
 
+    @cached_property
+    def stop_tokens(self) -> Mapping[str, int]:
+        """The end token and the other special tokens, but for BOS, padding and the unknown token."""
+        tokenizer = self._tokenizer
+        others = {tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id} - {self.eos_id}
+        special = {
+            added.content: number
+            for number, added in tokenizer.added_tokens_decoder.items()
+            if added.special and number not in others
+        }
+        return {**special, str(tokenizer.eos_token): self.eos_id}
+
+    def chat_template(
+        self, template: str | None = None, *, arguments: Mapping[str, Any] | None = None, date: str | None = None
+    ) -> ChatTemplate:
+        """Its chat template, or the given text, or that of a `.jinja` file. Raises `ArgumentError`."""
+        from hp_plugins.tokenizers.chat_template import TransformersTemplate
+
+        tokenizer = self._tokenizer
+        if not tokenizer.is_fast:
+            raise ArgumentError(
+                "tokenizer",
+                f"the tokenizer {self.name!r} can't tell where its tokens stand in a text",
+                "it has no tokenizer.json",
+            )
+        if template is not None:
+            text = template_text(template)
+            texts = (text, text)
+        else:
+            texts = self._own_templates()
+        return TransformersTemplate(tokenizer, texts, arguments or {}, date)
+
+    def _own_templates(self) -> tuple[str, str]:
+        """The templates for conversations without tools and with."""
+        try:
+            return self._tokenizer.get_chat_template(), self._tokenizer.get_chat_template(tools=[])
+        except ValueError as error:
+            named = self._tokenizer.chat_template
+            reason = (
+                f"several chat templates, none of them 'default': {', '.join(named)}" if named else "no chat template"
+            )
+            raise ArgumentError(
+                "chat_template", f"the tokenizer {self.name!r} has {reason}", "give one, as text or a .jinja file"
+            ) from error
+
+    def with_chat_template(self, template: str) -> PretrainedTokenizer:
+        """The same tokenizer, which is saved with the given chat template (text or a `.jinja` file)."""
+        tokenizer = copy.copy(self._tokenizer)
+        tokenizer.chat_template = template_text(template)
+        return PretrainedTokenizer(tokenizer, name=self.name)
+
+    def place(self, texts: Sequence[str]) -> list[PlacedTokens]:
+        """The tokens of each text; special tokens written in it count as such, and none is added."""
+        encodings = self._placing.encode_batch(list(texts), add_special_tokens=False)
+        return [as_placed(one.ids, one.offsets) for one in encodings]
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included."""
+        text: str = self._tokenizer.decode(
+            list(map(int, ids)), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    @cached_property
+    def _placing(self) -> FastBackend:
+        backend = FastBackend.from_str(self._tokenizer.backend_tokenizer.to_str())
+        # A post-processor adds special tokens, and takes the blanks at a token's edges off its place.
+        backend.post_processor = None
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
+        return backend
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_placing"}
+
 
 def pretrained(
     path: Annotated[str, Field(description="Hugging Face directory or hub id.")],
@@ -81,6 +162,16 @@ def pretrained(
     if tokenizer.eos_token_id is None:
         raise ArgumentError("path", f"the tokenizer {path!r} has no end token", "name one with eos_token")
     return PretrainedTokenizer(tokenizer, name=path)
+
+
+def template_text(template: str) -> str:
+    """The text of a chat template, which is given as it is or as the path of a `.jinja` file."""
+    if not template.endswith(".jinja") or "{" in template:
+        return template
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ArgumentError("chat_template", f"{template!r} can't be read: {error}") from error
 
 
 def _fingerprint(tokenizer: Any) -> str:
