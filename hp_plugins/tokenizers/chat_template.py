@@ -14,6 +14,7 @@ import transformers
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from hp_core.data.chat.template import Rendering, TemplateError, Turn
 from hp_core.data.fingerprint import fingerprint
@@ -40,19 +41,16 @@ class TransformersTemplate:
 
     def __init__(self, tokenizer: Any, texts: tuple[str, str], arguments: Mapping[str, Any], date: str | None) -> None:
         """`texts` are the templates for conversations without tools and with. Raises `ArgumentError`."""
-        self._tokenizer = tokenizer
-        self._arguments = dict(arguments)
         variables = set().union(*(_variables(text) for text in texts))
         _check_arguments(arguments, variables)
         self._plain, self._with_tools = (_dated(text, date) for text in texts)
         self._has_marks = any(re.search(r"\{%[-+]?\s*generation\b", text) for text in texts)
-        special_tokens = json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True)
+        self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **arguments}
         self.fingerprint = fingerprint(
             "chat template",
             self._plain,
             self._with_tools,
-            json.dumps(self._arguments, sort_keys=True),
-            special_tokens,
+            json.dumps(self._variables, default=str, sort_keys=True),
             transformers.__version__,
             jinja2.__version__,
         )
@@ -65,40 +63,24 @@ class TransformersTemplate:
         add_generation_prompt: bool = False,
     ) -> Rendering:
         """The text of a conversation, with its generation marks if the template has any. Raises `TemplateError`."""
-        template = self._plain if tools is None else self._with_tools
         try:
-            if self._has_marks:
-                return self._with_marks(template, messages, tools, add_generation_prompt)
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=template,
+            # What `apply_chat_template` calls. That itself gives no places of marks, and copies every conversation.
+            rendered, marks = render_jinja_template(
+                conversations=[list(messages)],
+                tools=None if tools is None else list(tools),
+                chat_template=self._plain if tools is None else self._with_tools,
+                return_assistant_tokens_mask=self._has_marks,
                 add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self._arguments,
+                **self._variables,
             )
         # A template is a program of its own and fails in any way; its reason is what the user needs.
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             is_own = isinstance(error, jinja2.exceptions.TemplateError)
             raise TemplateError(reason if is_own else f"{type(error).__name__}: {reason}") from error
-        return Rendering(text)
-
-    def _with_marks(
-        self, template: str, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, prompt: bool
-    ) -> Rendering:
-        # What `apply_chat_template` calls too; it gives marks as a mask over tokens only, which hides their edges.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        (text,), (marks,) = render_jinja_template(
-            conversations=[list(messages)],
-            tools=tools,
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            add_generation_prompt=prompt,
-            **{**self._tokenizer.special_tokens_map, **self._arguments},
-        )
-        return Rendering(text, tuple((begin, end) for begin, end in marks))
+        if not self._has_marks:
+            return Rendering(rendered[0])
+        return Rendering(rendered[0], tuple((begin, end) for begin, end in marks[0]))
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,5 +89,5 @@ def _same(one: str, other: str) -> bool:
 
 def as_placed(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> PlacedTokens:
     """Ids and their `(start, end)` as arrays."""
-    places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    places = np.fromiter(chain.from_iterable(offsets), dtype=np.int64, count=2 * len(ids)).reshape(-1, 2)
     return PlacedTokens(np.array(ids, dtype=np.int64), places[:, 0], places[:, 1])
