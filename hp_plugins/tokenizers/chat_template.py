@@ -65,9 +65,10 @@ class TransformersTemplate:
         """The text of a conversation, with its generation marks if the template has any. Raises `TemplateError`."""
         try:
             # What `apply_chat_template` calls. That itself gives no places of marks, and copies every conversation.
-            rendered, marks = render_jinja_template(
-                conversations=[list(messages)],
-                tools=None if tools is None else list(tools),
+            # Its annotation promises a text; it is the texts and the marks of all conversations.
+            result: Any = render_jinja_template(
+                conversations=[[dict(turn) for turn in messages]],
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=self._plain if tools is None else self._with_tools,
                 return_assistant_tokens_mask=self._has_marks,
                 add_generation_prompt=add_generation_prompt,
@@ -78,6 +79,7 @@ class TransformersTemplate:
             reason = str(error).strip().partition("\n")[0]
             is_own = isinstance(error, jinja2.exceptions.TemplateError)
             raise TemplateError(reason if is_own else f"{type(error).__name__}: {reason}") from error
+        rendered, marks = result
         if not self._has_marks:
             return Rendering(rendered[0])
         return Rendering(rendered[0], tuple((begin, end) for begin, end in marks[0]))

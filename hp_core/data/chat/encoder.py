@@ -205,6 +205,8 @@ class ChatEncoder:
             weights = {number: float(one.role == "assistant") for number, one in enumerate(conversation.messages)}
             try:
                 marked = self._marker.mark(conversation, self._abilities.turns(conversation), _answers(conversation))
+                if marked.text.count(turns[1][1]) != 2:
+                    raise RowError("messages[1]", "it doesn't show the content of answers once and unchanged")
                 (tokens,) = self.tokenizer.place([marked.text])
                 self._masked(_Read(marked, weights, False, 0, (), "messages"), tokens)
                 return

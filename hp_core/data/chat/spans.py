@@ -146,9 +146,24 @@ class _Work:
             is_last = number + 1 == len(owners) or owners[number + 1] != owner
             prompt = prompts[owner]
             boundary = prompt if is_first and prompt is not None and prompt <= begin else begin
-            is_closed = self.marker.closed_at(self.text, begin, end) is not None
-            found.append(_Open(owner, begin, end, boundary, is_last, is_closed))
+            found.append(_Open(owner, begin, end, boundary, is_last, is_last and self._holds_stop(number, owner)))
         return found
+
+    def _holds_stop(self, number: int, message: int) -> bool:
+        """Whether a mark holds the stop token, rather than an answer that spells one at its end."""
+        assert self.marks is not None
+        text, marks = self.text, self.marks
+        if self.marker.closed_at(text, *marks[number]) is None:
+            return False
+        content = self.turns[message].get("content") or ""
+        if self.marker.closed_at(content, 0, len(content)) is None:
+            return True
+        turns = [*self.turns]
+        turns[message] = {**turns[message], "content": "Zq"}
+        text, other_marks = self.render(turns)
+        if other_marks is None or len(other_marks) != len(marks):
+            raise self.fault(message, "it can't be told whether the chat template's generation mark holds a stop token")
+        return self.marker.closed_at(text, *other_marks[number]) is not None
 
     def _owners(self, all_answers: Sequence[int]) -> list[int]:
         """Whose mark each is, by how many there are in the conversation up to each answer."""
@@ -184,6 +199,8 @@ class _Work:
     def _one_answer(self, message: int) -> _Open:
         """An answer that is rendered apart from the others, or with more than its content."""
         parts = self.around([message])
+        if parts is None and not {"tool_calls", "reasoning_content"} & set(self.turns[message]):
+            raise self.fault(message, "the chat template doesn't show the content of this answer once and unchanged")
         prompt = self.prompt(message)
         begin = end = None
         if parts is not None:
@@ -250,7 +267,7 @@ class _Work:
         None if the template doesn't render each of these exactly once and in order.
         """
         turns: list[Any] = list(self.turns)
-        sentinels = [f"Zq{self.salt}k{number}qZ" for number in range(len(messages))]
+        sentinels = [f"Zq{self.salt}k{number}w" for number in range(len(messages))]
         for message, sentinel in zip(messages, sentinels, strict=True):
             turn = turns[message]
             is_answer = turn["role"] == "assistant"

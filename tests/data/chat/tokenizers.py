@@ -45,7 +45,7 @@ def learned(kind: Kind, special: tuple[str, ...], right_stripping: bool = False)
         vocab_size=len(first) + 500, special_tokens=first, initial_alphabet=alphabet, show_progress=False
     )
     # Single words, or what a Metaspace without splits would learn are whole sentences.
-    words = [word for text in TEXTS for word in text.replace(" ", " \x00").split("\x00")] if not is_bytes else TEXTS
+    words = TEXTS if is_bytes else [word for text in TEXTS for word in text.replace(" ", "\x00 ").split("\x00")]
     backend.train_from_iterator(words, trainer)
     backend.add_special_tokens(
         [AddedToken(one, special=True, normalized=False, rstrip=right_stripping) for one in special]
