@@ -18,13 +18,19 @@ from hp_core.data.build import Part, build_datasets
 from hp_core.data.cache import cache_directory
 from hp_core.data.fields import RowText
 from hp_core.data.fingerprint import file_fingerprint, fingerprint
-from hp_core.data.packing import Layout
+from hp_core.data.layout import Layout
 from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
 from hp_core.data.reading import Reading
 from hp_core.data.records import Place, Row
 from hp_core.data.text import TextEncoder
 from hp_core.errors import InputError
-from hp_plugins.datasets.arguments import CacheDir, MaxSeqLen, ValidationFraction
+from hp_plugins.datasets.arguments import (
+    CacheDir,
+    LongDocuments,
+    MaxSeqLen,
+    PackingRule,
+    ValidationFraction,
+)
 
 Include = Literal["docstrings", "sources", "both"]
 
@@ -110,6 +116,8 @@ def python_docs(
         Field(description="Files to read, in order of path; null is all."),
     ] = None,
     max_seq_len: MaxSeqLen = 1024,
+    packing: PackingRule = "sequential",
+    length_policy: LongDocuments = "split",
     validation_fraction: ValidationFraction = 0.02,
     include: Annotated[Include, Field(description="What of a file becomes documents.")] = "both",
     cache_dir: CacheDir = None,
@@ -120,15 +128,15 @@ def python_docs(
 
     Each docstring is a document, and each source file. Files are taken in the order of their paths, the first
     `max_files` of them; tests are left out. `validation_fraction` of the files, chosen by their text, are held out
-    with their docstrings. Token ids are cached in `cache_dir` (default `$HP_CACHE_DIR`, else the user's
-    cache directory).
+    with their docstrings. `packing` and `length_policy` are those of `text`. Token ids are cached in `cache_dir`
+    (default `$HP_CACHE_DIR`, else the user's cache directory).
     """
     source = PythonDocs(Path(sysconfig.get_path("stdlib")), include, max_files)
     text = RowText.of()
     return build_datasets(
         [Part("", source, partial(TextEncoder, text=text), text)],
         tokenizer=tokenizer,
-        layout=Layout(max_seq_len),
+        layout=Layout(max_seq_len, packing, length_policy),
         reading=Reading(cache_directory(cache_dir)),
         validation_fraction=validation_fraction,
     )

@@ -392,6 +392,13 @@ def data_differs(*overrides: str, base: tuple[str, ...] = ()) -> Callable[[Bench
     return lambda bench: rows_of(bench, *base) != rows_of(bench, *base, *overrides)
 
 
+def faulty(bench: Bench, *overrides: str) -> Outcome:
+    """A run on texts of which two are none."""
+    rows = [{"text": f"a text, number {index} of many"} for index in range(12)]
+    (bench.tmp_path / "faulty.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {}, {"text": 1}]))
+    return bench.run("--dataset.files={tmp}/faulty.jsonl", "--training.global_batch_size=1", *overrides)
+
+
 def column_of_a_file(bench: Bench) -> bool:
     """The column of the constant 2 doubles the loss of a whole set; without it, the loss that takes it is refused."""
     loss = "--loss_fn={_target_: tests.contract.texts.ColumnLoss, column: two}"
@@ -713,9 +720,19 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
         "--dataset.validation_files={texts}/other.jsonl", base=("--dataset.validation_fraction=0",)
     ),
     "hp.datasets.text.cache_dir": cached(),
+    "hp.datasets.text.packing": data_differs("--dataset.packing=best_fit"),
+    "hp.datasets.text.length_policy": data_differs("--dataset.length_policy=truncate"),
+    "hp.datasets.text.on_error": lambda bench: (
+        faulty(bench).code == 2 and "left out: 2 faulty rows" in faulty(bench, "--dataset.on_error=skip").output
+    ),
+    "hp.datasets.text.max_errors": lambda bench: (
+        faulty(bench, "--dataset.on_error=skip", "--dataset.max_errors=1").code == 2
+    ),
     "hp.datasets.python_docs.max_files": data_differs("--dataset.max_files=5", base=DOCS),
     "hp.datasets.python_docs.max_seq_len": data_differs("--dataset.max_seq_len=16", base=DOCS),
     "hp.datasets.python_docs.validation_fraction": data_differs("--dataset.validation_fraction=0.6", base=DOCS),
+    "hp.datasets.python_docs.packing": data_differs("--dataset.packing=none", base=DOCS),
+    "hp.datasets.python_docs.length_policy": data_differs("--dataset.length_policy=truncate", base=DOCS),
     "hp.datasets.python_docs.include": data_differs("--dataset.include=docstrings", base=DOCS),
     "hp.datasets.python_docs.cache_dir": cached(*DOCS),
     "hp.tokenizers.bpe.vocab_size": data_differs("--dataset.tokenizer.vocab_size=270", base=BPE),
