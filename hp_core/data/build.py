@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from hp_core.data.fields import RowText
 from hp_core.data.fingerprint import fingerprint
+from hp_core.data.megatron import MegatronSource, MegatronStore
 from hp_core.data.mixed import MixedRows
+from hp_core.data.mixture import Mixture
 from hp_core.data.packing import WEIGHTS, Layout, PackedRows, plan_rows
 from hp_core.data.protocols import DataReport, Datasets, Tokenizer, TrainableTokenizer
 from hp_core.data.reading import Faults, Reading
@@ -27,13 +29,13 @@ from hp_core.errors import ArgumentError, InputError
 class Part:
     """One source of a dataset. A dataset of one part without a name isn't a mixture.
 
-    `encoder` makes the encoder of its rows for the run's tokenizer. `text` is what a tokenizer that is yet to be
-    learned reads of a row; None where it can't be. `weight` is the part's share of an epoch, None for its own size.
-    `loss_weight` multiplies what each of its targets counts for.
+    `encoder` makes the encoder of its rows for the run's tokenizer; tokens of Megatron need none. `text` is what a
+    tokenizer that is yet to be learned reads of a row; None where it can't be. `weight` is the part's share of an
+    epoch, None for its own size. `loss_weight` multiplies what each of its targets counts for.
     """
 
     name: str
-    source: Source
+    source: Source | MegatronSource
     encoder: Callable[[Tokenizer], DocumentEncoder]
     text: RowText | None = None
     weight: float | None = None
@@ -48,12 +50,14 @@ def build_datasets(
     reading: Reading,
     validation_fraction: float = 0.0,
     validation_parts: Sequence[Part] = (),
+    temperature: float | None = None,
 ) -> Datasets:
     """Encode, split and pack the rows of `parts`: all that a dataset component has left to do.
 
-    Validation documents are those of `validation_parts`, or the `validation_fraction` of all documents that
-    `hp_core.data.split.held_out` picks; a trainable tokenizer never sees them. Raises `ArgumentError` for arguments
-    that can't be used and `InputError` for rows that can't.
+    With a `temperature`, or weights of all parts, an epoch takes of each part what `Mixture` says; else, and in
+    validation, it takes every row once. Validation documents are those of `validation_parts`, or the
+    `validation_fraction` of all documents that `hp_core.data.split.held_out` picks; a trainable tokenizer never sees
+    them. Raises `ArgumentError` for arguments that can't be used and `InputError` for rows that can't.
     """
     if tokenizer is None:
         raise ArgumentError("tokenizer", "this dataset needs a tokenizer", "add `tokenizer: {name: bytes}`")
@@ -72,9 +76,11 @@ def build_datasets(
     elif any(one.any() for one in held):
         # The faulty rows of a source are told with its training rows.
         validation = _Split("validation", parts, stores, held, counts_faults=False)
+    # A loss that takes weights takes them of both.
+    is_weighted = train.is_weighted or (validation is not None and validation.is_weighted)
     return Datasets(
-        train=_rows(train, layout, tokenizer.eos_id),
-        validation=None if validation is None else _rows(validation, layout, tokenizer.eos_id),
+        train=_rows(train, layout, tokenizer.eos_id, is_weighted, temperature),
+        validation=None if validation is None else _rows(validation, layout, tokenizer.eos_id, is_weighted),
         tokenizer=tokenizer,
     )
 
@@ -85,21 +91,27 @@ class _Split:
 
     role: str
     parts: Sequence[Part]
-    stores: Sequence[TokenStore]
+    stores: Sequence[TokenStore | MegatronStore]
     selected: Sequence[NDArray[np.bool_]]
     counts_faults: bool = True
 
     @property
     def is_weighted(self) -> bool:
         """Whether targets of some part count for something else than 1; then the rows of all parts say so."""
-        return any(part.loss_weight != 1 for part in self.parts) or any(one.meta.has_weights for one in self.stores)
+        return any(part.loss_weight != 1 for part in self.parts) or any(one.has_weights for one in self.stores)
 
 
-def _stores(parts: Sequence[Part], tokenizer: Tokenizer, reading: Reading) -> list[TokenStore]:
-    return [build_tokens(part.source, part.encoder(tokenizer), reading) for part in parts]
+def _store(part: Part, tokenizer: Tokenizer, reading: Reading) -> TokenStore | MegatronStore:
+    if isinstance(part.source, MegatronSource):
+        return part.source.store(tokenizer, reading.cache_dir)
+    return build_tokens(part.source, part.encoder(tokenizer), reading)
 
 
-def _held_out(stores: Sequence[TokenStore], fraction: float) -> list[NDArray[np.bool_]]:
+def _stores(parts: Sequence[Part], tokenizer: Tokenizer, reading: Reading) -> list[TokenStore | MegatronStore]:
+    return [_store(part, tokenizer, reading) for part in parts]
+
+
+def _held_out(stores: Sequence[TokenStore | MegatronStore], fraction: float) -> list[NDArray[np.bool_]]:
     """For each store, which of its documents are held out: chosen among the documents of all."""
     hashes = np.concatenate([store.hashes for store in stores])
     has_text = np.concatenate([store.lengths > 0 for store in stores])
@@ -107,26 +119,39 @@ def _held_out(stores: Sequence[TokenStore], fraction: float) -> list[NDArray[np.
     return np.split(held_out(hashes, has_text, fraction), ends[:-1])
 
 
-def _rows(split: _Split, layout: Layout, eos_id: int) -> WithEmptyRow:
+def _rows(
+    split: _Split, layout: Layout, eos_id: int, is_weighted: bool, temperature: float | None = None
+) -> WithEmptyRow:
     """The split's rows; every part has some in training."""
     packed: list[PackedRows] = []
     names: list[str] = []
     for part, store, chosen in zip(split.parts, split.stores, split.selected, strict=True):
         plan = plan_rows(store.lengths, layout, chosen, store.trained)
         if split.counts_faults:
-            plan = replace(plan, report=replace(plan.report, faulty_rows=store.meta.faulty_rows))
+            plan = replace(plan, report=replace(plan.report, faulty_rows=store.faulty_rows))
         if plan.num_rows == 0 and (split.role == "training" or len(split.parts) == 1):
             raise InputError(_nothing_to_predict(split.role, part, plan.report, layout))
         if plan.num_rows == 0:
             continue
-        if split.is_weighted and WEIGHTS in store.columns:
+        if is_weighted and WEIGHTS in store.columns:
             raise ArgumentError("columns", f"{WEIGHTS!r} is what the weights of tokens and sources are called")
-        loss_weight = part.loss_weight if split.is_weighted else None
+        loss_weight = part.loss_weight if is_weighted else None
         packed.append(PackedRows(store, plan, eos_id=eos_id, loss_weight=loss_weight))
         names.append(part.name)
     if not packed:
         raise InputError(f"the {split.role} data has nothing to predict in any of its {len(split.parts)} sources")
-    return WithEmptyRow(packed[0] if names == [""] else MixedRows(packed, names))
+    if names == [""]:
+        return WithEmptyRow(packed[0])
+    mixture = _mixture(split.parts, packed, temperature) if split.role == "training" else None
+    return WithEmptyRow(MixedRows(packed, names, mixture))
+
+
+def _mixture(parts: Sequence[Part], packed: Sequence[PackedRows], temperature: float | None) -> Mixture | None:
+    names, sizes = [part.name for part in parts], [len(rows) for rows in packed]
+    weights = [part.weight for part in parts if part.weight is not None]
+    if temperature is None and not weights:
+        return None
+    return Mixture.of(names, sizes, weights=weights or None, temperature=temperature)
 
 
 def _nothing_to_predict(role: str, part: Part, report: DataReport, layout: Layout) -> str:
@@ -146,7 +171,7 @@ def _learned(
 ) -> Tokenizer:
     texts: list[tuple[Source, RowText]] = []
     for part in parts:
-        if part.text is None:
+        if part.text is None or isinstance(part.source, MegatronSource):
             name = part.name or part.source.name
             raise ArgumentError("tokenizer", f"a tokenizer can't be learned from {name!r}", "name a finished tokenizer")
         texts.append((part.source, part.text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 _BLOCK = 1 << 20
@@ -27,6 +28,16 @@ def file_fingerprint(path: Path) -> str:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()[:32]
+
+
+def ends_fingerprint(path: Path) -> str:
+    """A hash of the file's size and of its first and last megabyte, for files that take too long to be read whole."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        first = file.read(_BLOCK)
+        file.seek(max(0, size - _BLOCK))
+        return fingerprint(size, first, file.read(_BLOCK))
 
 
 def document_hash(content: bytes) -> int:

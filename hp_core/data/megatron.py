@@ -192,6 +192,10 @@ class MegatronStore:
     """
 
     columns: tuple[str, ...] = ()
+    trained: None = None
+    weights: None = None
+    has_weights = False
+    faulty_rows = 0
 
     def __init__(self, source: MegatronSource, scans: Sequence[_Scan]) -> None:
         self.source = source
@@ -212,6 +216,11 @@ class MegatronStore:
         counts = [len(index.lengths) for index in self._indexes]
         numbers = [np.arange(1, count + 1) for count in counts]
         return np.stack([np.repeat(np.arange(len(counts)), counts), np.concatenate(numbers)], axis=1)
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """The documents' columns, of which there are none: `[documents, 0]`."""
+        return np.zeros((len(self.lengths), 0), dtype=np.float32)
 
     def __getstate__(self) -> dict[str, object]:
         # Opened maps are not sent to data-loader workers, who open the files themselves.

@@ -158,8 +158,8 @@ def _check_place(dp_rank: int, dp_size: int, micro_batch_size: int) -> None:
         raise ValueError(f"no place for rank {dp_rank} of {dp_size} with micro-batches of {micro_batch_size} rows")
 
 
-def check_batch(num_rows: int, *, dp_size: int, micro_batch_size: int, global_batch_size: int) -> None:
-    """Refuse a batch that can't be cut evenly, or that the training rows can't fill even once.
+def check_batch(num_rows: int | None, *, dp_size: int, micro_batch_size: int, global_batch_size: int) -> None:
+    """Refuse a batch that can't be cut evenly, or that the training rows, if known, can't fill even once.
 
     Raises `InputError` with every problem found; each states the numbers involved and what would work.
     """
@@ -180,7 +180,7 @@ def check_batch(num_rows: int, *, dp_size: int, micro_batch_size: int, global_ba
                 hint=f"use a multiple of {share}: {choices}",
             )
         )
-    if num_rows < global_batch_size:
+    if num_rows is not None and num_rows < global_batch_size:
         problems.append(
             Problem(
                 f"the training data has {num_rows} rows (samples), fewer than one step takes: {setting}",

@@ -20,6 +20,12 @@ WEIGHTS = "token_weights"
 _RULE_VERSION = 2
 
 
+class Tokens(Protocol):
+    """Ids that are looked up by their positions."""
+
+    def __getitem__(self, where: NDArray[np.int64], /) -> NDArray[np.integer[Any]]: ...
+
+
 class Documents(Protocol):
     """Encoded documents: what `TokenStore` holds; see there."""
 
@@ -34,7 +40,7 @@ class Documents(Protocol):
         ...
 
     @property
-    def tokens(self) -> NDArray[np.unsignedinteger]:
+    def tokens(self) -> Tokens:
         """The ids of all documents, end to end."""
         ...
 
@@ -166,6 +172,13 @@ class PackedRows:
     def columns(self) -> tuple[str, ...]:
         """The arrays that its rows have beside those of every row."""
         return self.store.columns if self.loss_weight is None else (*self.store.columns, WEIGHTS)
+
+    @property
+    def row_targets(self) -> NDArray[np.int64]:
+        """How many targets each row has: `[rows]`."""
+        of_pieces = self.plan.pieces.targets(self.store.trained)
+        ends = np.cumsum(of_pieces)[self.plan.row_ends - 1]
+        return np.diff(ends, prepend=0)
 
     def __len__(self) -> int:
         return self.plan.num_rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -63,6 +64,11 @@ class Faults:
         self.count += 1
         if len(self.messages) < NUM_TOLD:
             self.messages.append(str(fault))
+
+    def add_all(self, messages: Sequence[str], count: int) -> None:
+        """Add `count` more rows, of which the first have these messages."""
+        self.count += count
+        self.messages += messages[: NUM_TOLD - len(self.messages)]
 
     def require(self, reading: Reading) -> None:
         """Raise `InputError` with the first faults if there are more than may be left out."""

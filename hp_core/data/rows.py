@@ -9,6 +9,7 @@ import numpy as np
 from hp_core.data.mixed import MixedRows
 from hp_core.data.packing import PackedRows
 from hp_core.data.protocols import EMPTY_ROW, IGNORED_LABEL, DataReport, Datasets, RowDataset, Sample
+from hp_core.data.streaming import StreamingRows
 from hp_core.errors import InputError, Problem
 
 
@@ -19,7 +20,7 @@ class WithEmptyRow:
     Arrays a dataset adds of its own are zero in it, except that `…_labels` have no target either.
     """
 
-    def __init__(self, dataset: RowDataset) -> None:
+    def __init__(self, dataset: RowDataset | StreamingRows) -> None:
         self.dataset = dataset
 
     @property
@@ -40,9 +41,22 @@ class WithEmptyRow:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that the recipe asks for, which a loss must then take; arrays of a user's own are not."""
-        return self.dataset.columns if isinstance(self.dataset, (PackedRows, MixedRows)) else ()
+        return self.dataset.columns if isinstance(self.dataset, (PackedRows, MixedRows, StreamingRows)) else ()
+
+    @property
+    def mixed(self) -> MixedRows | None:
+        """The dataset, if it is made of named sources."""
+        return self.dataset if isinstance(self.dataset, MixedRows) else None
+
+    @property
+    def streamed(self) -> StreamingRows | None:
+        """The dataset, if its rows are streamed and their number is not known."""
+        return self.dataset if isinstance(self.dataset, StreamingRows) else None
 
     def __len__(self) -> int:
+        """How many rows there are. Raises `TypeError` for streamed rows."""
+        if isinstance(self.dataset, StreamingRows):
+            raise TypeError("streamed rows have no known number")
         return len(self.dataset)
 
     def __getitem__(self, index: int, /) -> Sample:

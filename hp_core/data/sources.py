@@ -5,11 +5,13 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
-from hp_core.data.fingerprint import file_fingerprint, fingerprint
-from hp_core.data.readers import READERS, ending_of, is_unread, location_of, read_rows
+from hp_core.data.fingerprint import ends_fingerprint, file_fingerprint, fingerprint
+from hp_core.data.readers import READERS, ending_of, is_unread, location_of, read_rows, read_units
 from hp_core.data.records import Place, Row
+from hp_core.data.units import Unit
 from hp_core.errors import ArgumentError, InputError
 
 # What `datasets.save_to_disk` puts beside the data of a directory.
@@ -37,6 +39,17 @@ class FileSource:
         """The rows, file by file."""
         for number, path in enumerate(self.paths):
             yield from read_rows(path, fields, number)
+
+    def units(self, fields: Sequence[str], skip: int = 0) -> Iterator[Unit]:
+        """The lines or rows, file by file, without the first `skip`; those are read, and lines not parsed."""
+        every = (unit for number, path in enumerate(self.paths) for unit in read_units(path, fields, number))
+        return islice(every, skip, None)
+
+    @cached_property
+    def stream_fingerprint(self) -> str:
+        """Depends on the files' sizes, order and format, and on the content of each one's first and last megabyte."""
+        parts = [part for path in self.paths for part in (ending_of(path), ends_fingerprint(path))]
+        return fingerprint("streamed files", *parts)
 
     def locate(self, place: Place) -> str:
         """The file, and the line or row in it."""

@@ -69,6 +69,16 @@ class TokenStore:
         """The names of the documents' numbers."""
         return self.meta.columns
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether some documents have weights."""
+        return self.meta.has_weights
+
+    @property
+    def faulty_rows(self) -> int:
+        """How many rows of the source were left out because they are faulty."""
+        return self.meta.faulty_rows
+
     @cached_property
     def tokens(self) -> NDArray[np.unsignedinteger]:
         """The ids, mapped from disk."""

@@ -268,7 +268,7 @@ def name_fault(entry: object) -> str | None:
     """What is wrong with the name of a loss's entry, or None."""
     if not isinstance(entry, str) or not entry:
         return f"the entry {entry!r} has no name"
-    if entry in METRICS:
+    if entry in METRICS or entry.startswith(("rows/", "targets/")):
         return f"the entry {entry!r} has the name of another metric"
     return None
 

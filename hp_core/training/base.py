@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hp_core.config import TrainerConfig
 from hp_core.data.order import GlobalOrder, StepBatches, evaluation_batches
 from hp_core.data.protocols import Datasets, MeshContext, RowDataset
+from hp_core.data.streaming import StreamBatches, StreamOrder
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.fsdp import require_sharded
 from hp_core.parallel.pipeline.runner import counted_parameters
@@ -23,6 +24,7 @@ from hp_core.training.accounting import MicroBatch, StepCounts, StepLoss, count_
 from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer, require_each_once, require_savable
 from hp_core.training.columns import column_arguments
 from hp_core.training.evaluation import Evaluation, evaluate
+from hp_core.training.feeding import SourceCounts, cursors_of, feed_of
 from hp_core.training.gradients import clip, norm_and_count
 from hp_core.training.in_stages import of_one_length
 from hp_core.training.loss import LossContract
@@ -30,7 +32,7 @@ from hp_core.training.meter import Meter
 from hp_core.training.nonfinite import on_nonfinite
 from hp_core.training.persistence import restore, save
 from hp_core.training.run import Report, Run, data_facts, data_lines
-from hp_core.training.schedule import steps_left, total_steps
+from hp_core.training.schedule import total_steps
 from hp_core.training.startup import checked_datasets, checked_loss, told_of_the_loss
 from hp_core.training.state import RunState, seed_everything
 from hp_core.training.step import Entries, Passes, accumulate_gradients, require_same_entries
@@ -55,8 +57,8 @@ class BaseTrainer:
     transform: Any
     collate_fn: Any
     datasets: Datasets
-    order: GlobalOrder
-    batches: StepBatches
+    order: GlobalOrder | StreamOrder
+    batches: StepBatches | StreamBatches
     dataloader: Iterable[Any]
     get_batch: GetBatch
     optimizer: Optimizer
@@ -153,26 +155,11 @@ class BaseTrainer:
 
     def _build_dataloader(self) -> None:
         """Fix the global order and build the loader of this rank's share of it, from where the run stands."""
-        training = self.config.training
-        train, state = self.datasets.train, self.run.state
-        self.order = GlobalOrder(
-            len(train),
-            fingerprint=train.fingerprint,
-            seed=training.seed,
-            rows_per_step=training.global_batch_size,
-            limit=training.train_samples,
-        )
-        self.num_steps = state.step + steps_left(self.order, training, state.step, state.position)
-        self.last_step = min(self.num_steps, training.stop_after or self.num_steps)
-        self.batches = StepBatches(
-            self.order,
-            state.position,
-            max(0, self.last_step - state.step),
-            self.setup.dp_rank,
-            self.setup.dp_size,
-            training.micro_batch_size,
-        )
-        self.dataloader = self._loader(train, self.batches)
+        feed = feed_of(self.datasets.train, self.run)
+        self.order, self.batches = feed.order, feed.batches
+        self.num_steps, self.last_step = feed.num_steps, feed.last_step
+        self._source_counts = SourceCounts(self.datasets.train, self.order)
+        self.dataloader = self._loader(self.datasets.train, self.batches)
 
     def _build_get_batch(self) -> None:
         """Build the function that takes a batch off the loader and splits it into model and loss inputs."""
@@ -255,8 +242,9 @@ class BaseTrainer:
         norm: float | None = None
         skipped: str | None = None
         lr = float(self.optimizer.param_groups[0]["lr"])
+        position = state.position
         state.step += 1
-        state.position = self.order.advance(state.position)
+        state.position = self.order.advance(position)
         if not counts.is_empty:
             accumulate_gradients(micro_batches, self._passes, step_loss, self.setup)
             self.entries = require_same_entries(step_loss, self.entries, self.setup)
@@ -268,6 +256,7 @@ class BaseTrainer:
             norm, skipped = self._update(micro_batches, step_loss)
         tokens = 0 if skipped else counts.targets["labels"]
         state.tokens += tokens
+        self._source_counts.add(state, position, is_trained=skipped is None)
         self._meter.add(tokens=tokens, seconds=time.perf_counter() - started, data_seconds=data_seconds)
         if skipped or state.step % self.config.training.log_every == 0 or state.step == self.last_step:
             self.run.metrics = self._meter.row(
@@ -394,5 +383,6 @@ class BaseTrainer:
 
     def _save(self) -> None:
         """Write a checkpoint of everything that resuming needs."""
+        self.run.state.cursors = cursors_of(self.batches, self.setup)
         path = save(self.run, *self._restored, self.datasets.train.fingerprint)
         self.run.plugins.hook.on_checkpoint(run=self.run, path=path)

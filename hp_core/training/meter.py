@@ -6,6 +6,7 @@ from typing import Any
 
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import StepLoss
+from hp_core.training.feeding import source_metrics
 from hp_core.training.state import RunState
 
 
@@ -61,6 +62,7 @@ class Meter:
             "epoch": state.position.epoch,
             "samples": state.position.consumed,
             "skipped_steps": state.skipped_steps,
+            **source_metrics(state),
         }
         if skipped:
             metrics["skipped"] = skipped

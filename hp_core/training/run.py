@@ -104,10 +104,11 @@ def data_facts(datasets: Datasets) -> dict[str, Any]:
     """What became of the documents, for the manifest: rows, tokens, targets, and everything left out."""
     return {
         name: {
-            "rows": len(dataset),
+            "rows": None if dataset.streamed else len(dataset),
             "fingerprint": dataset.fingerprint,
             **({"columns": list(dataset.columns)} if dataset.columns else {}),
             **(dataset.report.as_dict() if dataset.report else {}),
+            **_source_facts(dataset),
         }
         for name, dataset in _splits(datasets)
     }
@@ -117,14 +118,34 @@ def data_lines(datasets: Datasets) -> list[str]:
     """The same in a line for each split."""
     lines = []
     for name, dataset in _splits(datasets):
-        line = f"{name} data: {len(dataset):,} rows of {dataset.max_seq_len} tokens"
+        number = "streamed" if dataset.streamed else f"{len(dataset):,}"
+        line = f"{name} data: {number} rows of {dataset.max_seq_len} tokens"
         report = dataset.report
         if report is not None:
             line += f" ({report.fill:.1%} full) from {report.documents:,} documents{told_counts(report)}"
         if dataset.columns:
             line += f"; columns: {', '.join(dataset.columns)}"
-        lines.append(line)
+        lines += [line, *_source_lines(dataset)]
     return lines
+
+
+def _source_facts(dataset: WithEmptyRow) -> dict[str, Any]:
+    mixed = dataset.mixed
+    if mixed is None:
+        return {}
+    parts = zip(mixed.names, mixed.parts, mixed.epoch_rows, strict=True)
+    return {"sources": {name: {**part.report.as_dict(), "epoch_rows": rows} for name, part, rows in parts}}
+
+
+def _source_lines(dataset: WithEmptyRow) -> Iterator[str]:
+    mixed = dataset.mixed
+    if mixed is None:
+        return
+    total = sum(mixed.epoch_rows)
+    for name, part, rows in zip(mixed.names, mixed.parts, mixed.epoch_rows, strict=True):
+        report = part.report
+        counts = f"{report.documents:,} documents, {report.targets:,} targets{told_counts(report)}"
+        yield f"  {name}: {rows:,} rows of each epoch ({rows / total:.1%}) out of {len(part):,}; {counts}"
 
 
 def told_counts(report: DataReport) -> str:

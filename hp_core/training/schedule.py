@@ -9,9 +9,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from hp_core.config.models import TrainingConfig
 from hp_core.data.order import GlobalOrder, Position
+from hp_core.data.streaming import StreamOrder
 
 
-def total_steps(order: GlobalOrder, training: TrainingConfig) -> int:
+def total_steps(order: GlobalOrder | StreamOrder, training: TrainingConfig) -> int:
     """Steps of the whole run: the horizon of its learning-rate schedule."""
     return order.num_steps(iters=training.train_iters, samples=training.train_samples, epochs=training.train_epochs)
 

@@ -13,7 +13,7 @@ from torch import nn
 from hp_core.config.models import AcceleratorConfig
 from hp_core.data.order import check_batch
 from hp_core.data.protocols import Datasets
-from hp_core.data.rows import as_datasets
+from hp_core.data.rows import WithEmptyRow, as_datasets
 from hp_core.entry_points import describe
 from hp_core.errors import HpError, InputError, Problem
 from hp_core.training.built import as_module, require_loss_call, require_without_parameters
@@ -80,8 +80,9 @@ def checked_datasets(built: Any, run: Run, loss_fn: nn.Module, columns: Sequence
     """
     datasets = as_datasets(built)
     training = run.config.training
+    train = datasets.train
     check_batch(
-        len(datasets.train),
+        None if isinstance(train, WithEmptyRow) and train.streamed is not None else len(train),
         dp_size=run.setup.dp_size,
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,

@@ -14,7 +14,11 @@ from hp_core.data.order import Position
 
 @dataclass
 class RunState:
-    """Counters of a run. `step` counts steps taken, `updates` those that moved the weights."""
+    """Counters of a run. `step` counts steps taken, `updates` those that moved the weights.
+
+    `source_rows` and `source_targets` count what was taken of each named source of the data. `cursors` say where each
+    data rank stands in streamed data: the numbers of a `Cursor`; brought up to date when a checkpoint is written.
+    """
 
     step: int = 0
     updates: int = 0
@@ -23,6 +27,9 @@ class RunState:
     skipped_no_tokens: int = 0
     skipped_nonfinite: int = 0
     nonfinite_in_a_row: int = 0
+    source_rows: dict[str, int] = field(default_factory=dict)
+    source_targets: dict[str, int] = field(default_factory=dict)
+    cursors: list[list[int]] = field(default_factory=list)
 
     @property
     def skipped_steps(self) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from typing import Annotated, Any, cast
 
 import torch
 from pydantic import Field
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hp_core.data.order import StepBatches
 from hp_core.data.protocols import RowDataset
+from hp_core.data.streaming import Block, StreamBatches
 from hp_core.errors import ArgumentError
 
 
@@ -25,31 +27,80 @@ def torch_loader(
     *,
     dataset: RowDataset,
     collate_fn: Callable[[Any], Any],
-    batch_sampler: StepBatches | list[list[int]],
+    batch_sampler: StepBatches | StreamBatches | list[list[int]],
     seed: int,
-) -> DataLoader[Any]:
+) -> Iterable[Any]:
     """A `DataLoader` over the given batches of row numbers.
 
     `num_workers` processes read ahead, `prefetch_factor` batches each (default 2). `pin_memory` has an effect
     only where there is an accelerator. Batches come in the sampler's order whatever the number of workers. The
-    workers' random streams (torch, numpy, random) differ by data rank and worker, and repeat with `seed`.
+    workers' random streams (torch, numpy, random) differ by data rank and worker, and repeat with `seed`. Of streamed
+    data, workers read and encode blocks ahead, in the same order whatever their number.
     """
     if prefetch_factor is not None and num_workers == 0:
         raise ArgumentError("prefetch_factor", "has no effect without workers", "set num_workers: 1 or more")
-    dp_rank = batch_sampler.dp_rank if isinstance(batch_sampler, StepBatches) else 0
+    dp_rank = 0 if isinstance(batch_sampler, list) else batch_sampler.dp_rank
     digest = hashlib.sha256(f"data loader:{seed}:{dp_rank}".encode()).digest()
     # A generator of its own: without one, torch draws the workers' seed from the global stream, and dropout would
     # depend on how often a loader was started.
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    pins = pin_memory and torch.accelerator.is_available()
+    if isinstance(batch_sampler, StreamBatches):
+        blocks = _Loader(
+            _Blocks(batch_sampler),
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            generator=generator,
+        )
+        return StreamLoader(blocks, batch_sampler, collate_fn, pins=pins)
     return _Loader(
         cast("Dataset[Any]", dataset),
         batch_sampler=cast("Iterable[list[int]]", batch_sampler),
         collate_fn=collate_fn,
         num_workers=num_workers,
-        pin_memory=pin_memory and torch.accelerator.is_available(),
+        pin_memory=pins,
         prefetch_factor=prefetch_factor,
         generator=generator,
     )
+
+
+class StreamLoader:
+    """Batches of streamed rows: blocks come from workers, rows are packed and collated here."""
+
+    def __init__(
+        self, blocks: Iterable[Block], batches: StreamBatches, collate_fn: Callable[[Any], Any], *, pins: bool
+    ) -> None:
+        self._blocks = blocks
+        self._batches = batches
+        self._collate_fn = collate_fn
+        self._pins = pins
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        with closing(iter(self._blocks)) as blocks:
+            for samples in self._batches.taken_from(blocks):
+                batch = self._collate_fn(samples)
+                yield {name: value.pin_memory() for name, value in batch.items()} if self._pins else batch
+
+
+class _Blocks(IterableDataset[Block]):
+    """A rank's blocks; of several workers, each has every one of them that falls to it in turn."""
+
+    def __init__(self, batches: StreamBatches) -> None:
+        self._stream = batches.rows.stream
+        self._start = batches.start
+
+    def __iter__(self) -> Iterator[Block]:
+        info = get_worker_info()
+        return self._stream.blocks(self._start, *((0, 1) if info is None else (info.id, info.num_workers)))
+
+
+def _as_it_is(block: Block) -> Block:
+    return block
 
 
 class _Loader(DataLoader[Any]):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -11,11 +12,9 @@ from hp_core.data.build import Part, build_datasets
 from hp_core.data.cache import cache_directory
 from hp_core.data.columns import RowColumns
 from hp_core.data.fields import RowText
-from hp_core.data.hub import HubSource
 from hp_core.data.layout import Layout
 from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
 from hp_core.data.reading import Reading
-from hp_core.data.records import Source
 from hp_core.data.sources import FileSource, expand_files
 from hp_core.data.text import TextEncoder
 from hp_core.errors import ArgumentError
@@ -28,20 +27,35 @@ from hp_plugins.datasets.arguments import (
     PackingRule,
     ValidationFraction,
 )
+from hp_plugins.datasets.sources import (
+    Files,
+    HubConfig,
+    HubId,
+    Megatron,
+    Split,
+    Temperature,
+    Template,
+    TextField,
+    TextSource,
+    require_named,
+    rows_of,
+    tokens_of,
+)
 
 
 def text(
-    files: Annotated[
-        str | list[str] | None,
-        Field(description="Paths, folders or globs of .txt, .jsonl, .json, .csv, .parquet and .arrow files."),
+    files: Files = None,
+    hub_id: HubId = None,
+    hub_config: HubConfig = None,
+    split: Split = None,
+    megatron: Megatron = None,
+    field: TextField = None,
+    template: Template = None,
+    sources: Annotated[
+        dict[str, TextSource] | None,
+        Field(description="Several sources by name, instead of files: files, hub_id or megatron, weight and more."),
     ] = None,
-    hub_id: Annotated[str | None, Field(description="A data set on the Hub, instead of files.")] = None,
-    hub_config: Annotated[str | None, Field(description="Configuration of the Hub data set.")] = None,
-    split: Annotated[str | None, Field(description="Split of the Hub data set; null is `train`.")] = None,
-    field: Annotated[str | None, Field(description="The field of a row that is the text; null is `text`.")] = None,
-    template: Annotated[
-        str | None, Field(description="A text made of several fields, such as `{question} {answer}`.")
-    ] = None,
+    temperature: Temperature = None,
     max_seq_len: MaxSeqLen = 1024,
     packing: PackingRule = "sequential",
     length_policy: LongDocuments = "split",
@@ -65,7 +79,13 @@ def text(
     `.ndjson`, `.json`, `.csv`, `.parquet` and `.arrow` files (a row is a document). A directory stands for all such
     files in it and below, sorted. Or `hub_id`, with `hub_config` and `split` (default
     `train`), names a data set on the Hub. A row's text is its `field` (default `text`) or a `template` over its
-    fields, such as `"{question}\\n{answer}"`.
+    fields, such as `"{question}\\n{answer}"`. Or `megatron` names files of tokens, whose documents are used as they
+    are.
+
+    `sources` are several of these, each with a name, and keys of its own for all of this. With a `weight` for each, or
+    a `temperature`, an epoch takes as many rows as there are, in these shares: of each source, all rows come before
+    one comes again. Without, an epoch takes every row once. `loss_weight` is what a source's targets count for, for a
+    loss that weighs tokens by the column `token_weights`. Metrics count the rows and targets of each source.
 
     Documents lie end to end and are cut where a row ends, unless `packing` or `length_policy` says otherwise:
     `sequential` puts consecutive documents into a row, `best_fit` those that fill it best, `none` only one. Longer
@@ -84,31 +104,53 @@ def text(
     The first faulty row ends the run with its file, line and reason; `on_error: skip` leaves out up to `max_errors`
     of them, counts them and says what is wrong with the first.
     """
-    row_text = RowText.of(field, template)
-    encoder = partial(TextEncoder, text=row_text, numbers=RowColumns.of(columns))
-    source = _source(files, (hub_id, hub_config, split))
-    validation_sources: list[Source] = []
+    numbers = RowColumns.of(columns)
+    alone: dict[str, Any] = {"files": files, "hub_id": hub_id, "hub_config": hub_config, "split": split}
+    alone |= {"megatron": megatron, "field": field, "template": template}
+    if sources is not None:
+        require_named(sources, temperature, alone)
+        parts = [_part(name, spec, numbers, within=f"sources.{name}.") for name, spec in sources.items()]
+    elif temperature is not None:
+        raise ArgumentError("temperature", "has no effect without sources", "remove it")
+    else:
+        parts = [_part("", TextSource(**alone), numbers)]
+    validation_parts = []
     if validation_files is not None:
-        validation_sources.append(FileSource(expand_files(validation_files, argument="validation_files")))
+        validation_parts.append(_validation_part(validation_files, parts, numbers))
     return build_datasets(
-        [Part("", source, encoder, row_text)],
+        parts,
         tokenizer=tokenizer,
         layout=Layout(max_seq_len, packing, length_policy),
         reading=Reading(cache_directory(cache_dir), None, on_error, max_errors),
         validation_fraction=validation_fraction,
-        validation_parts=[Part("", one, encoder, row_text) for one in validation_sources],
+        validation_parts=validation_parts,
+        temperature=temperature,
     )
 
 
-def _source(files: str | list[str] | None, hub: tuple[str | None, str | None, str | None]) -> Source:
-    """The files, or the Hub data set given as (id, configuration, split); exactly one of them."""
-    hub_id, config, split = hub
-    if files is not None and hub_id is None:
-        if config is not None or split is not None:
-            raise ArgumentError(
-                "split" if split is not None else "hub_config", "has no effect on files; it needs hub_id"
-            )
-        return FileSource(expand_files(files))
-    if hub_id is None or files is not None:
-        raise ArgumentError("files", "give either files or hub_id")
-    return HubSource(hub_id, config, split or "train")
+def _part(name: str, spec: TextSource, numbers: RowColumns, *, within: str = "") -> Part:
+    row_text = _row_text(spec, within)
+    encoder = partial(TextEncoder, text=row_text, numbers=numbers)
+    if spec.megatron is None:
+        return Part(name, rows_of(spec, within=within), encoder, row_text, spec.weight, spec.loss_weight)
+    if numbers.names:
+        raise ArgumentError("columns", "files of tokens have no fields to take numbers from")
+    return Part(name, tokens_of(spec, within=within), encoder, None, spec.weight, spec.loss_weight)
+
+
+def _validation_part(files: str | list[str], parts: Sequence[Part], numbers: RowColumns) -> Part:
+    """Files whose text is made as that of the training sources."""
+    row_texts = {part.text for part in parts if part.text is not None} or {RowText.of()}
+    if len(row_texts) > 1:
+        hint = "use validation_fraction, or give all sources the same field or template"
+        raise ArgumentError("validation_files", "their text can't be told: that of the sources differs", hint)
+    (row_text,) = row_texts
+    source = FileSource(expand_files(files, argument="validation_files"))
+    return Part("", source, partial(TextEncoder, text=row_text, numbers=numbers), row_text)
+
+
+def _row_text(spec: TextSource, within: str) -> RowText:
+    try:
+        return RowText.of(spec.field, spec.template)
+    except ArgumentError as error:
+        raise ArgumentError(f"{within}{error.path}", error.message, error.hint) from error
