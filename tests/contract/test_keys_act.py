@@ -482,6 +482,43 @@ EXPERTS = (
 )
 OTHER = ("--dataset.files={texts}/other.jsonl", "--training.global_batch_size=1")
 CACHE = "--dataset.cache_dir={tmp}/mine"
+NAMED = "{a: {files: {texts}/other.jsonl}, b: {files: {texts}/other.jsonl, field: title}}"
+SOURCES = (
+    f"--dataset={{name: text, max_seq_len: 32, tokenizer: bytes, sources: {NAMED}}}",
+    "--training.global_batch_size=1",
+)
+
+
+def keys_of_sources(bench: Bench) -> bool:
+    """Each key of a source acts: on the rows, on how many of them an epoch takes, or on what targets count for."""
+    changes = (
+        "b.field=text",
+        "b={files: {texts}/other.jsonl, template: '{title} {text}'}",
+        "b={megatron: {texts}/tokens}",
+        "b={files: {texts}/some}",
+    )
+    plain = rows_of(bench, *SOURCES)
+    assert all(rows_of(bench, *SOURCES, f"--dataset.sources.{one}") != plain for one in changes)
+    weights = rows_of(bench, *SOURCES, "--dataset.sources.a.weight=1", "--dataset.sources.b.weight=3")["train"]
+    weighted = rows_of(
+        bench,
+        *SOURCES,
+        "--dataset.sources.a.loss_weight=2",
+        "--loss_fn={name: causal_lm, token_weights: token_weights}",
+    )
+    refused = [
+        bench.run(*SOURCES, f"--dataset.sources.b={one}", "--training.train_iters=1")
+        for one in ("{hub_id: no/where}", "{files: x, hub_config: x}", "{files: x, split: x}")
+    ]
+    return (
+        weights["sources"]["a"]["epoch_rows"] == pytest.approx(weights["rows"] / 4, abs=1)
+        and weighted["train"]["columns"] == ["token_weights"]
+        and [one.code for one in refused] == [2, 2, 2]
+        and all(f"dataset.sources.b.{key}" in one.output for key, one in zip(KEYS_OF_HUB, refused, strict=True))
+    )
+
+
+KEYS_OF_HUB = ("hub_id", "hub_config", "split")
 
 
 def cached(*base: str) -> Callable[[Bench], bool]:
@@ -711,6 +748,12 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "hp.datasets.text.hub_id": says("hub_id", "--dataset={name: text, hub_id: 'no/where', tokenizer: bytes}", code=2),
     "hp.datasets.text.hub_config": says("hub_config", "--dataset.hub_config=x", code=2),
     "hp.datasets.text.split": says("split", "--dataset.split=test", code=2),
+    "hp.datasets.text.megatron": data_differs(
+        "--dataset={name: text, megatron: '{texts}/tokens.bin', max_seq_len: 32, tokenizer: bytes}",
+        base=("--training.global_batch_size=1",),
+    ),
+    "hp.datasets.text.sources": keys_of_sources,
+    "hp.datasets.text.temperature": data_differs("--dataset.temperature=4", base=SOURCES),
     "hp.datasets.text.field": data_differs("--dataset.field=title", base=OTHER),
     "hp.datasets.text.template": data_differs('--dataset.template="{title} {text}"', base=OTHER),
     "hp.datasets.text.columns": column_of_a_file,

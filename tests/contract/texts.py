@@ -14,6 +14,7 @@ from torch import nn
 from hp_core import inner_wrapper, local_compute
 from hp_plugins.collators.rows import rows
 from hp_plugins.tokenizers.byte_level import byte_tokenizer
+from tests.data.megatron_files import write as write_megatron
 
 LOOK = """\
 from hp_core import hookimpl
@@ -62,6 +63,7 @@ def write_texts(folder: Path) -> Path:
     ]
     (folder / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
     (folder / "look.py").write_text(LOOK)
+    write_megatron(folder / "tokens", [[[number % 256 for number in range(first, first + 40)]] for first in range(9)])
     (folder / "tokenizer").mkdir()
     byte_tokenizer().save(folder / "tokenizer")
     _write_remote(folder / "remote")

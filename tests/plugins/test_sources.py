@@ -16,7 +16,7 @@ from hp_plugins.datasets.sources import TextSource
 from hp_plugins.datasets.text import text
 from hp_plugins.tokenizers.bpe import bpe
 from hp_plugins.tokenizers.byte_level import byte_tokenizer
-from tests.data.test_megatron import write as write_megatron
+from tests.data.megatron_files import write as write_megatron
 
 
 def write(path: Path, texts: list[str], field: str = "text") -> str:
