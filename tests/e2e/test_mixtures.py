@@ -99,9 +99,15 @@ def test_what_a_recipe_says_wrong_is_told_in_place(path: Path, change: str, said
 
 def test_weights_of_a_source_weigh_its_targets(path: Path, tmp_path: Path) -> None:
     """One weight for all is no weight; twice the weight of one source moves the loss towards that source's."""
+    # One step over the whole epoch, because other weights are other data and so another order.
+    whole = "--training={train_iters: 1, global_batch_size: 12, seed: 3}"
     loss = "--loss_fn={name: causal_lm, token_weights: token_weights}"
-    plain = train(path, EPOCHS, "--loss_fn=causal_lm", out=tmp_path / "plain")
+
+    def first(*overrides: str, out: str) -> float:
+        (row,) = train(path, whole, *overrides, out=tmp_path / out)
+        return float(row["loss"])
+
+    plain = first("--loss_fn=causal_lm", out="plain")
     even = ("--dataset.sources.web.loss_weight=3", "--dataset.sources.books.loss_weight=3")
-    assert steps(train(path, EPOCHS, loss, *even, out=tmp_path / "even")) == pytest.approx(steps(plain), abs=1e-5)
-    odd = train(path, EPOCHS, loss, "--dataset.sources.web.loss_weight=3", out=tmp_path / "odd")
-    assert abs(steps(odd)[0] - steps(plain)[0]) > 1e-4
+    assert first(loss, *even, out="even") == pytest.approx(plain, abs=1e-5)
+    assert abs(first(loss, even[0], out="odd") - plain) > 1e-3
