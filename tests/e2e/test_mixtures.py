@@ -99,12 +99,16 @@ def test_what_a_recipe_says_wrong_is_told_in_place(path: Path, change: str, said
 
 def test_weights_of_a_source_weigh_its_targets(path: Path, tmp_path: Path) -> None:
     """One weight for all is no weight; twice the weight of one source moves the loss towards that source's."""
-    # One step over the whole epoch, because other weights are other data and so another order.
-    whole = "--training={train_iters: 1, global_batch_size: 12, seed: 3}"
+    # One step over all rows there are, because other weights are other data and so another order.
+    whole = (
+        "--training={train_iters: 1, global_batch_size: 12, seed: 3}",
+        "--dataset.sources.web.weight=2",
+        "--dataset.sources.books.weight=1",
+    )
     loss = "--loss_fn={name: causal_lm, token_weights: token_weights}"
 
     def first(*overrides: str, out: str) -> float:
-        (row,) = train(path, whole, *overrides, out=tmp_path / out)
+        (row,) = train(path, *whole, *overrides, out=tmp_path / out)
         return float(row["loss"])
 
     plain = first("--loss_fn=causal_lm", out="plain")
