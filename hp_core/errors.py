@@ -74,6 +74,9 @@ class InputError(HpError):
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[tuple[Problem, ...]]]:
+        return InputError, (self.problems,)
+
 
 class ArgumentError(HpError):
     """Raised by a component that finds one of its own recipe arguments wrong while it is built.
@@ -89,6 +92,9 @@ class ArgumentError(HpError):
         self.message = message
         self.hint = hint
         super().__init__(f"{path}: {message}" + (f"; {hint}" if hint else ""))
+
+    def __reduce__(self) -> tuple[type[ArgumentError], tuple[str, str, str]]:
+        return ArgumentError, (self.path, self.message, self.hint)
 
 
 class RunError(HpError):

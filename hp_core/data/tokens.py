@@ -14,10 +14,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from hp_core.data.cache import build_once
 from hp_core.data.fingerprint import fingerprint
+from hp_core.data.parallel import encoded_batches
 from hp_core.data.reading import Faults, Reading
 from hp_core.data.records import DocumentEncoder, Source
-from hp_core.data.writing import StoreWriter, encoded_batches
-from hp_core.errors import InputError
+from hp_core.data.writing import StoreWriter
 
 FORMAT = 2
 _log = logging.getLogger(__name__)
@@ -147,12 +147,10 @@ def build_tokens(source: Source, encoder: DocumentEncoder, reading: Reading) -> 
 def _write(source: Source, encoder: DocumentEncoder, reading: Reading, directory: Path) -> None:
     faults = Faults(source.name)
     with StoreWriter(directory, encoder) as writer:
-        for batch in encoded_batches(source, encoder):
-            for document in batch:
-                if isinstance(document.encoded, InputError):
-                    faults.add(document.encoded)
-                else:
-                    writer.add(document.encoded, document.place)
+        for batch in encoded_batches(source, encoder, reading.num_processes):
+            writer.add(batch)
+            for fault in batch.faults:
+                faults.add(fault)
             # After the whole batch, so that one message tells all of its faults.
             faults.require(reading)
     faults.log()

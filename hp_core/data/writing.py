@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from hp_core.data.records import DocumentEncoder, Encoded, Place, Row, Source
+from hp_core.data.records import DocumentEncoder, Encoded, Place, Row
 from hp_core.errors import InputError
 
 _BATCH_ROWS = 1000
-_BATCH_CHARACTERS = 4_000_000
+_BATCH_CHARACTERS = 1_000_000
 _COPIED_TOKENS = 1 << 20
 
 
@@ -26,12 +27,6 @@ class Placed(NamedTuple):
     place: Place
 
 
-def encoded_batches(source: Source, encoder: DocumentEncoder) -> Iterator[list[Placed]]:
-    """The source's rows, encoded, in order."""
-    for batch in batches(source.rows(encoder.fields)):
-        yield encode_batch(batch, encoder)
-
-
 def encode_batch(batch: list[Row | InputError], encoder: DocumentEncoder) -> list[Placed]:
     """Each row encoded, or what is wrong with it."""
     rows = [row for row in batch if isinstance(row, Row)]
@@ -40,7 +35,7 @@ def encode_batch(batch: list[Row | InputError], encoder: DocumentEncoder) -> lis
 
 
 def batches(rows: Iterable[Row | InputError]) -> Iterator[list[Row | InputError]]:
-    """Batches that are large enough to encode at once and bounded in memory, however long documents are."""
+    """Batches that are large enough to send to a process, and bounded in memory, however long documents are."""
     batch: list[Row | InputError] = []
     characters = 0
     for row in rows:
@@ -65,6 +60,76 @@ def num_characters(value: Any) -> int:
     return 0
 
 
+@dataclass(frozen=True, eq=False)
+class EncodedBatch:
+    """Documents as few arrays, which are quick to send and to write, and what is wrong with the rows that are none.
+
+    `ids` are those of all documents end to end, `trained` and `weights` likewise, or None for an encoder without; the
+    others are `[documents, …]`.
+    """
+
+    ids: NDArray[np.uint32]
+    trained: NDArray[np.bool_] | None
+    weights: NDArray[np.float32] | None
+    lengths: NDArray[np.int64]
+    hashes: NDArray[np.uint64]
+    places: NDArray[np.int64]
+    values: NDArray[np.float32]
+    faults: tuple[InputError, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[Placed], encoder: DocumentEncoder) -> EncodedBatch:
+        """The rows' documents. Raises `ValueError` for one that isn't what the encoder declares."""
+        held = [(row.encoded, row.place) for row in rows if isinstance(row.encoded, Encoded)]
+        documents = [document for document, _ in held]
+        for document in documents:
+            _require_declared(document, encoder)
+        ids = _joined([document.ids for document in documents], np.int64)
+        if ids.size and not 0 <= ids.min() <= ids.max() < 2**32:
+            raise ValueError(f"ids from {ids.min()} to {ids.max()} don't fit four bytes")
+        trained: NDArray[np.bool_] | None = None
+        weights: NDArray[np.float32] | None = None
+        if encoder.has_mask:
+            trained = _joined(
+                [np.ones(len(one.ids), np.bool_) if one.trained is None else one.trained for one in documents],
+                np.bool_,
+            )
+        if encoder.has_weights:
+            weights = _joined(
+                [np.ones(len(one.ids), np.float32) if one.weights is None else one.weights for one in documents],
+                np.float32,
+            )
+        return cls(
+            ids=ids.astype(np.uint32),
+            trained=trained,
+            weights=weights,
+            lengths=np.array([len(one.ids) for one in documents], dtype=np.int64),
+            hashes=np.array([one.split_hash for one in documents], dtype=np.uint64),
+            places=np.array([place for _, place in held], dtype=np.int64).reshape(-1, 2),
+            values=np.array([one.values for one in documents], dtype=np.float32).reshape(
+                len(held), len(encoder.columns)
+            ),
+            faults=tuple(row.encoded for row in rows if isinstance(row.encoded, InputError)),
+        )
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+
+
+def _require_declared(document: Encoded, encoder: DocumentEncoder) -> None:
+    """Raise `ValueError` for a document that isn't what its encoder says: a fault of the encoder's author."""
+    size = len(document.ids)
+    if len(document.values) != len(encoder.columns):
+        raise ValueError(f"a document has {len(document.values)} values for the columns {encoder.columns}")
+    parts = (("trained", document.trained, encoder.has_mask), ("weights", document.weights, encoder.has_weights))
+    for name, part, is_declared in parts:
+        if part is not None and not is_declared:
+            raise ValueError(f"a document has {name}, and its encoder declares none")
+        if part is not None and len(part) != size:
+            raise ValueError(f"a document of {size} tokens has {len(part)} {name}")
+
+
 class StoreWriter:
     """Writes documents to the files of a token store. Ids take two bytes until one needs four."""
 
@@ -72,47 +137,27 @@ class StoreWriter:
         self.directory = directory
         self.dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16)
         self.num_tokens = 0
-        self._encoder = encoder
+        self.num_documents = 0
+        self._columns = len(encoder.columns)
         self._lengths, self._hashes, self._places, self._values = array("q"), array("Q"), array("q"), array("f")
         self._tokens: IO[bytes] = (directory / "tokens.bin").open("wb")
         self._trained = (directory / "trained.bin").open("wb") if encoder.has_mask else None
         self._weights = (directory / "weights.bin").open("wb") if encoder.has_weights else None
 
-    @property
-    def num_documents(self) -> int:
-        """How many have been written."""
-        return len(self._lengths)
-
-    def add(self, document: Encoded, place: Place) -> None:
-        """Append one document."""
-        self._require_declared(document)
-        ids, size = document.ids, len(document.ids)
-        if size and self.dtype.itemsize == 2 and ids.max() >= 2**16:
+    def add(self, batch: EncodedBatch) -> None:
+        """Append the batch's documents."""
+        if batch.ids.size and self.dtype.itemsize == 2 and batch.ids.max() >= 2**16:
             self._widen()
-        self._tokens.write(ids.astype(self.dtype).tobytes())
-        if self._trained is not None:
-            trained = np.ones(size, dtype=np.bool_) if document.trained is None else document.trained
-            self._trained.write(trained.astype(np.bool_).tobytes())
-        if self._weights is not None:
-            weights = np.ones(size, dtype=np.float32) if document.weights is None else document.weights
-            self._weights.write(weights.astype(np.float32).tobytes())
-        self.num_tokens += size
-        self._lengths.append(size)
-        self._hashes.append(document.split_hash)
-        self._places.extend(place)
-        self._values.extend(document.values)
-
-    def _require_declared(self, document: Encoded) -> None:
-        """Raise `ValueError` for a document that isn't what its encoder says: a fault of the encoder's author."""
-        encoder, size = self._encoder, len(document.ids)
-        if len(document.values) != len(encoder.columns):
-            raise ValueError(f"a document has {len(document.values)} values for the columns {encoder.columns}")
-        parts = (("trained", document.trained, encoder.has_mask), ("weights", document.weights, encoder.has_weights))
-        for name, part, is_declared in parts:
-            if part is not None and not is_declared:
-                raise ValueError(f"a document has {name}, and its encoder declares none")
-            if part is not None and len(part) != size:
-                raise ValueError(f"a document of {size} tokens has {len(part)} {name}")
+        self._tokens.write(batch.ids.astype(self.dtype).tobytes())
+        for file, part in ((self._trained, batch.trained), (self._weights, batch.weights)):
+            if file is not None and part is not None:
+                file.write(part.tobytes())
+        self.num_tokens += len(batch.ids)
+        self.num_documents += len(batch.lengths)
+        self._lengths.frombytes(batch.lengths.tobytes())
+        self._hashes.frombytes(batch.hashes.tobytes())
+        self._places.frombytes(batch.places.tobytes())
+        self._values.frombytes(batch.values.tobytes())
 
     def _widen(self) -> None:
         self._tokens.close()
@@ -138,8 +183,8 @@ class StoreWriter:
             self._save("lengths", np.frombuffer(self._lengths, dtype=np.int64))
             self._save("hashes", np.frombuffer(self._hashes, dtype=np.uint64))
             self._save("places", np.frombuffer(self._places, dtype=np.int64).reshape(-1, 2))
-            if columns := self._encoder.columns:
-                self._save("columns", np.frombuffer(self._values, dtype=np.float32).reshape(-1, len(columns)))
+            if self._columns:
+                self._save("columns", np.frombuffer(self._values, dtype=np.float32).reshape(-1, self._columns))
 
     def _save(self, name: str, values: NDArray[Any]) -> None:
         np.save(self.directory / f"{name}.npy", values)

@@ -28,6 +28,7 @@ from hp_plugins.datasets.arguments import (
     CacheDir,
     LongDocuments,
     MaxSeqLen,
+    NumProc,
     PackingRule,
     ValidationFraction,
 )
@@ -121,6 +122,7 @@ def python_docs(
     validation_fraction: ValidationFraction = 0.02,
     include: Annotated[Include, Field(description="What of a file becomes documents.")] = "both",
     cache_dir: CacheDir = None,
+    num_proc: NumProc = None,
     *,
     tokenizer: Tokenizer | TrainableTokenizer | None,
 ) -> Datasets:
@@ -129,7 +131,7 @@ def python_docs(
     Each docstring is a document, and each source file. Files are taken in the order of their paths, the first
     `max_files` of them; tests are left out. `validation_fraction` of the files, chosen by their text, are held out
     with their docstrings. `packing` and `length_policy` are those of `text`. Token ids are cached in `cache_dir`
-    (default `$HP_CACHE_DIR`, else the user's cache directory).
+    (default `$HP_CACHE_DIR`, else the user's cache directory), which `num_proc` processes fill.
     """
     source = PythonDocs(Path(sysconfig.get_path("stdlib")), include, max_files)
     text = RowText.of()
@@ -137,6 +139,6 @@ def python_docs(
         [Part("", source, partial(TextEncoder, text=text), text)],
         tokenizer=tokenizer,
         layout=Layout(max_seq_len, packing, length_policy),
-        reading=Reading(cache_directory(cache_dir)),
+        reading=Reading(cache_directory(cache_dir), num_proc),
         validation_fraction=validation_fraction,
     )

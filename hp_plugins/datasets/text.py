@@ -24,6 +24,7 @@ from hp_plugins.datasets.arguments import (
     LongDocuments,
     MaxErrors,
     MaxSeqLen,
+    NumProc,
     PackingRule,
     ValidationFraction,
 )
@@ -68,6 +69,7 @@ def text(
         list[str] | None,
         Field(description="Numeric fields of a row that the loss takes: one number for each document."),
     ] = None,
+    num_proc: NumProc = None,
     on_error: FaultyRows = "fail",
     max_errors: MaxErrors = None,
     *,
@@ -102,7 +104,8 @@ def text(
     a list, a bool, NaN and infinity are faults of the row.
 
     The first faulty row ends the run with its file, line and reason; `on_error: skip` leaves out up to `max_errors`
-    of them, counts them and says what is wrong with the first.
+    of them, counts them and says what is wrong with the first. `num_proc` processes encode, the run's own among them;
+    their number changes nothing but the time.
     """
     numbers = RowColumns.of(columns)
     alone: dict[str, Any] = {"files": files, "hub_id": hub_id, "hub_config": hub_config, "split": split}
@@ -121,7 +124,7 @@ def text(
         parts,
         tokenizer=tokenizer,
         layout=Layout(max_seq_len, packing, length_policy),
-        reading=Reading(cache_directory(cache_dir), None, on_error, max_errors),
+        reading=Reading(cache_directory(cache_dir), num_proc, on_error, max_errors),
         validation_fraction=validation_fraction,
         validation_parts=validation_parts,
         temperature=temperature,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as FastBackend
 
@@ -28,6 +29,11 @@ class FastTokenizer:
         self.fingerprint = fingerprint("fast tokenizer", backend.to_str())
         self._backend = backend
         backend.encode_special_tokens = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # The library forgets it when it is pickled.
+        self._backend.encode_special_tokens = True
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, encoded on all cores; there is no BOS."""

@@ -399,6 +399,32 @@ def faulty(bench: Bench, *overrides: str) -> Outcome:
     return bench.run("--dataset.files={tmp}/faulty.jsonl", "--training.global_batch_size=1", *overrides)
 
 
+def processes_encode(*base: str) -> Callable[[Bench], bool]:
+    """How many other processes encode, where data is worth them."""
+    from hp_core.data import parallel, writing
+
+    def check(bench: Bench) -> bool:
+        found: list[int] = []
+        for number in (1, 2):
+            started: list[int] = []
+
+            class Counted(parallel.EncodingProcess):
+                def __init__(self, encoder: bytes, started: list[int] = started) -> None:
+                    super().__init__(encoder)
+                    started.append(self.pid)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(parallel, "PAYS_AFTER_SECONDS", 0.0)
+                patch.setattr(parallel, "EncodingProcess", Counted)
+                patch.setattr(writing, "_BATCH_ROWS", 1)
+                given = (f"--dataset.num_proc={number}", f"--dataset.cache_dir={{tmp}}/cache{number}")
+                assert bench.run(*base, *given).code == 0
+            found.append(len(started))
+        return found == [0, 1]
+
+    return check
+
+
 def column_of_a_file(bench: Bench) -> bool:
     """The column of the constant 2 doubles the loss of a whole set; without it, the loss that takes it is refused."""
     loss = "--loss_fn={_target_: tests.contract.texts.ColumnLoss, column: two}"
@@ -763,6 +789,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
         "--dataset.validation_files={texts}/other.jsonl", base=("--dataset.validation_fraction=0",)
     ),
     "hp.datasets.text.cache_dir": cached(),
+    "hp.datasets.text.num_proc": processes_encode(),
     "hp.datasets.text.packing": data_differs("--dataset.packing=best_fit"),
     "hp.datasets.text.length_policy": data_differs("--dataset.length_policy=truncate"),
     "hp.datasets.text.on_error": lambda bench: (
@@ -774,6 +801,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "hp.datasets.python_docs.max_files": data_differs("--dataset.max_files=5", base=DOCS),
     "hp.datasets.python_docs.max_seq_len": data_differs("--dataset.max_seq_len=16", base=DOCS),
     "hp.datasets.python_docs.validation_fraction": data_differs("--dataset.validation_fraction=0.6", base=DOCS),
+    "hp.datasets.python_docs.num_proc": processes_encode(*DOCS),
     "hp.datasets.python_docs.packing": data_differs("--dataset.packing=none", base=DOCS),
     "hp.datasets.python_docs.length_policy": data_differs("--dataset.length_policy=truncate", base=DOCS),
     "hp.datasets.python_docs.include": data_differs("--dataset.include=docstrings", base=DOCS),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +61,26 @@ class CharTokenizer:
 
     def save(self, directory: Path) -> None:
         raise NotImplementedError
+
+
+@dataclass
+class SlowTokenizer(CharTokenizer):
+    """Takes its time, and tells in a file which processes it was in."""
+
+    seconds: float = 0.0
+    log: str = ""
+    name: str = "slow characters"
+
+    @property
+    def fingerprint(self) -> str:
+        return "slow"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        time.sleep(self.seconds)
+        if self.log:
+            with Path(self.log).open("a") as file:
+                file.write(f"{os.getpid()}\n")
+        return super().encode_batch(texts)
 
 
 @dataclass
