@@ -14,6 +14,7 @@ from torch import nn
 from hp_core import inner_wrapper, local_compute
 from hp_plugins.collators.rows import rows
 from hp_plugins.tokenizers.byte_level import byte_tokenizer
+from tests.contract.chats import write_chats
 from tests.data.megatron_files import write as write_megatron
 
 LOOK = """\
@@ -66,6 +67,7 @@ def write_texts(folder: Path) -> Path:
     write_megatron(folder / "tokens", [[[number % 256 for number in range(first, first + 40)]] for first in range(9)])
     (folder / "tokenizer").mkdir()
     byte_tokenizer().save(folder / "tokenizer")
+    write_chats(folder)
     _write_remote(folder / "remote")
     return folder
 

@@ -58,9 +58,7 @@ class _Read:
 class ChatEncoder:
     """Renders conversations and masks their tokens. Pickled to the processes that encode."""
 
-    def __init__(
-        self, tokenizer: ChatTokenizer, template: ChatTemplate, settings: ChatSettings, *, tokenizer_fingerprint: str
-    ) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, template: ChatTemplate, settings: ChatSettings) -> None:
         """Raises `ArgumentError` for a template whose answers can't be told from the rest."""
         self.tokenizer = tokenizer
         self.template = template
@@ -69,7 +67,6 @@ class ChatEncoder:
         self._cutter = Cutter(tokenizer)
         self._abilities = Abilities.of(template)
         self._stop_ids = np.array(sorted(set(tokenizer.stop_tokens.values())), dtype=np.int64)
-        self._tokenizer_fingerprint = tokenizer_fingerprint
         self._probe()
 
     @classmethod
@@ -82,7 +79,7 @@ class ChatEncoder:
                 "write `tokenizer: {name: pretrained, path: …}`",
             )
         template = tokenizer.chat_template(settings.template, arguments=settings.arguments, date=settings.date)
-        return cls(tokenizer, template, settings, tokenizer_fingerprint=tokenizer.fingerprint)
+        return cls(tokenizer, template, settings)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -91,7 +88,7 @@ class ChatEncoder:
         return fingerprint(
             "chat",
             _RULE_VERSION,
-            self._tokenizer_fingerprint,
+            self.tokenizer.fingerprint,
             self.template.fingerprint,
             repr(settings.format),
             settings.train_on,

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_core.data.protocols import Tokenizer
+
 Turn = Mapping[str, Any]
 
 
@@ -53,13 +55,8 @@ class ChatTemplate(Protocol):
 
 
 @runtime_checkable
-class ChatTokenizer(Protocol):
+class ChatTokenizer(Tokenizer, Protocol):
     """A tokenizer that can be trained on chats."""
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        ...
 
     @property
     def stop_tokens(self) -> Mapping[str, int]:
@@ -74,6 +71,10 @@ class ChatTokenizer(Protocol):
         Raises `ArgumentError` for `chat_template`, `chat_template_kwargs` or `date`: no template, one that is no
         template, an argument or date that it has no use for, a date that it needs.
         """
+        ...
+
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """The same tokenizer, which is saved with the given chat template (as for `chat_template`)."""
         ...
 
     def place(self, texts: Sequence[str]) -> list[PlacedTokens]:

@@ -1,0 +1,175 @@
+"""Conversations from files or the Hub, of which the answers are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from hp_core.data.build import Part, build_datasets
+from hp_core.data.cache import cache_directory
+from hp_core.data.chat.encoder import ChatEncoder, ChatSettings, TrainOn
+from hp_core.data.chat.formats import ConversationFormat, FormatName, named_format
+from hp_core.data.chat.mapping import mapped_format
+from hp_core.data.chat.template import ChatTokenizer
+from hp_core.data.columns import RowColumns
+from hp_core.data.layout import Layout
+from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
+from hp_core.data.reading import Reading
+from hp_core.data.sources import FileSource, expand_files
+from hp_core.errors import ArgumentError
+from hp_plugins.datasets.arguments import (
+    CacheDir,
+    FaultyRows,
+    LongDocuments,
+    MaxErrors,
+    MaxSeqLen,
+    PackingRule,
+    ValidationFraction,
+)
+from hp_plugins.datasets.sources import Files, HubConfig, HubId, SourceSpec, Split, Temperature, require_named, rows_of
+
+Format = Annotated[FormatName | None, Field(description="How conversations stand in a row; null is `messages`.")]
+Mapped = Annotated[
+    dict[str, Any] | None,
+    Field(
+        description="A format of your own, instead: `{messages: dialog, role: who}` or `{user: ask, assistant: say}`."
+    ),
+]
+
+
+class ChatSource(SourceSpec):
+    """A source of conversations."""
+
+    format: Format = None
+    mapping: Mapped = None
+
+
+def chat(
+    files: Files = None,
+    hub_id: HubId = None,
+    hub_config: HubConfig = None,
+    split: Split = None,
+    format: Format = None,
+    mapping: Mapped = None,
+    sources: Annotated[
+        dict[str, ChatSource] | None,
+        Field(description="Several sources by name, instead of files: files or hub_id, format, weight and more."),
+    ] = None,
+    temperature: Temperature = None,
+    train_on: Annotated[TrainOn, Field(description="Every answer, the last one only, or prompts too.")] = "assistant",
+    token_weights: Annotated[
+        bool, Field(description="Let turns have a `weight`, which the loss takes as `token_weights`.")
+    ] = False,
+    chat_template: Annotated[
+        str | None, Field(description="A chat template, as text or a .jinja file, instead of the tokenizer's.")
+    ] = None,
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(description="Variables for the chat template, such as `enable_thinking: false`.")
+    ] = None,
+    date: Annotated[
+        str | None, Field(description="The date, such as '2026-01-31', for a chat template that prints today's.")
+    ] = None,
+    max_seq_len: MaxSeqLen = 1024,
+    packing: PackingRule = "best_fit",
+    length_policy: LongDocuments = "drop",
+    validation_fraction: ValidationFraction = 0.0,
+    validation_files: Annotated[
+        str | list[str] | None, Field(description="Files to validate on, instead of a fraction.")
+    ] = None,
+    cache_dir: CacheDir = None,
+    columns: Annotated[
+        list[str] | None,
+        Field(description="Numeric fields of a row that the loss takes: one number for each conversation."),
+    ] = None,
+    on_error: FaultyRows = "fail",
+    max_errors: MaxErrors = None,
+    *,
+    tokenizer: Tokenizer | TrainableTokenizer | None,
+) -> Datasets:
+    """Conversations, as a chat template renders them; each answer and its stop token are targets, and nothing else.
+
+    `files` and `hub_id` are those of `text`. A row is a conversation in one of the formats `messages` (OpenAI),
+    `sharegpt`, `alpaca` and `prompt_completion`, or one that a `mapping` describes. `sources` are several of these by
+    name, each with a `format` or `mapping` of its own; for their weights and `temperature` see `text`.
+
+    The template is the tokenizer's, or `chat_template`, which is saved with the trained model then. What of its text
+    is an answer is found by its generation marks, or else by rendering the conversation with other answers; a template
+    for which that can't be told is refused. `train_on: last` trains the last answer only, `all` prompts too. A turn
+    with `train: false` isn't trained. With `token_weights`, a turn's `weight` is what each of its tokens counts for.
+
+    Conversations of more than `max_seq_len` tokens are left out and counted, unless `length_policy` says otherwise.
+    All other arguments are those of `text`.
+    """
+    if not isinstance(tokenizer, ChatTokenizer):
+        what = "none is given" if tokenizer is None else f"a {type(tokenizer).__name__} has no chat template"
+        hint = "write `tokenizer: {name: pretrained, path: …}`"
+        raise ArgumentError("tokenizer", f"chats need a finished tokenizer with special tokens: {what}", hint)
+    settings = ChatSettings(
+        named_format("messages"),
+        train_on,
+        token_weights,
+        chat_template,
+        dict(chat_template_kwargs or {}),
+        date,
+        RowColumns.of(columns),
+    )
+    alone = {"files": files, "hub_id": hub_id, "hub_config": hub_config, "split": split}
+    alone |= {"format": format, "mapping": mapping}
+    if sources is not None:
+        require_named(sources, temperature, alone)
+        parts = [_part(name, spec, settings, within=f"sources.{name}.") for name, spec in sources.items()]
+    elif temperature is not None:
+        raise ArgumentError("temperature", "has no effect without sources", "remove it")
+    else:
+        parts = [_part("", ChatSource(**alone), settings)]
+    datasets = build_datasets(
+        parts,
+        tokenizer=tokenizer,
+        layout=Layout(max_seq_len, packing, length_policy),
+        reading=Reading(cache_directory(cache_dir), None, on_error, max_errors),
+        validation_fraction=validation_fraction,
+        validation_parts=_validation_parts(validation_files, sources, settings, format, mapping),
+        temperature=temperature,
+    )
+    if chat_template is None:
+        return datasets
+    return replace(datasets, tokenizer=tokenizer.with_chat_template(chat_template))
+
+
+def _part(name: str, spec: ChatSource, settings: ChatSettings, *, within: str = "") -> Part:
+    chosen = replace(settings, format=_format(spec.format, spec.mapping, within))
+    encoder = partial(ChatEncoder.of, chosen)
+    return Part(name, rows_of(spec, within=within), encoder, weight=spec.weight, loss_weight=spec.loss_weight)
+
+
+def _validation_parts(
+    files: str | list[str] | None,
+    sources: Mapping[str, ChatSource] | None,
+    settings: ChatSettings,
+    name: FormatName | None,
+    mapping: Mapping[str, Any] | None,
+) -> list[Part]:
+    """The part of the validation files, which have the format of the training data."""
+    if files is None:
+        return []
+    formats = {(spec.format, repr(spec.mapping)): spec for spec in (sources or {}).values()}
+    if len(formats) > 1:
+        hint = "use validation_fraction, or give all sources the same format"
+        raise ArgumentError("validation_files", "their format can't be told: the sources' formats differ", hint)
+    for spec in formats.values():
+        name, mapping = spec.format, spec.mapping
+    chosen = replace(settings, format=_format(name, mapping, ""))
+    source = FileSource(expand_files(files, argument="validation_files"))
+    return [Part("", source, partial(ChatEncoder.of, chosen))]
+
+
+def _format(name: FormatName | None, mapping: Mapping[str, Any] | None, within: str) -> ConversationFormat:
+    if mapping is None:
+        return named_format(name or "messages")
+    if name is not None:
+        raise ArgumentError(f"{within}mapping", "format and mapping are both given", "drop one of them")
+    return mapped_format(mapping, f"{within}mapping")
