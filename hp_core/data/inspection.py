@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, Protocol, runtime_checkable
 
@@ -56,6 +56,14 @@ class ShownRow:
     index: int
     padding: int
     documents: tuple[ShownDocument, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        documents = [
+            {**asdict(document), "tokens": document.tokens, "trained_tokens": document.trained}
+            for document in self.documents
+        ]
+        return {"row": self.index, "padding": self.padding, "documents": documents}
 
 
 def shown_row(dataset: RowDataset, index: int, tokenizer: Tokenizer | None, locations: Sequence[str]) -> ShownRow:
@@ -124,22 +132,3 @@ def _decoded(ids: list[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return " ".join(map(str, ids))
     return tokenizer.decode_all(ids) if isinstance(tokenizer, ShowsTokens) else tokenizer.decode(ids)
-
-
-def shown_as_dict(row: ShownRow) -> dict[str, Any]:
-    """The row for JSON."""
-    return {
-        "row": row.index,
-        "padding": row.padding,
-        "documents": [
-            {
-                "location": document.location,
-                "tokens": document.tokens,
-                "trained_tokens": document.trained,
-                "segments": [
-                    {"text": one.text, "tokens": one.tokens, "trained": one.trained} for one in document.segments
-                ],
-            }
-            for document in row.documents
-        ],
-    }
