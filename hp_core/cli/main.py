@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hp_core.cli import check, config, new_plugin, plugins, schema, train
+from hp_core.cli import check, config, data, new_plugin, plugins, schema, train
 from hp_core.errors import EXIT_INTERRUPTED, HpError, InputError, Problem
 
 _EPILOG = """\
@@ -78,12 +78,13 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 _OPTIONS = frozenset(
     {
         *("--nproc", "--plugin", "--overwrite", "--diff", "--json", "--load", "--strict", "--hooks", "--kind", "--to"),
-        *("--help", "--version"),
+        *("--rows", "--split", "--help", "--version"),
     }
 )
 _COMMANDS = {
     "train": train,
     "check": check,
+    "data": data,
     "config": config,
     "schema": schema,
     "plugins": plugins,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -113,10 +113,10 @@ def _used(sample: Sample) -> int:
 
 
 def _pieces(positions: NDArray[np.int64]) -> Iterator[slice]:
-    starts = np.flatnonzero(np.r_[True, positions[1:] != positions[:-1] + 1]) if len(positions) else []
-    ends = [*starts[1:], len(positions)]
-    for start, end in zip(starts, ends, strict=True):
-        yield slice(int(start), int(end))
+    cuts = (np.flatnonzero(positions[1:] != positions[:-1] + 1) + 1).tolist()
+    edges = [0, *cuts, len(positions)] if len(positions) else [0]
+    for start, end in pairwise(edges):
+        yield slice(start, end)
 
 
 def _segments(sample: Sample, piece: slice, tokenizer: Tokenizer | None) -> Iterator[Segment]:

@@ -222,6 +222,10 @@ class MegatronStore:
         """The documents' columns, of which there are none: `[documents, 0]`."""
         return np.zeros((len(self.lengths), 0), dtype=np.float32)
 
+    def locate(self, document: int) -> str:
+        """The document's file, and its number in it."""
+        return self.source.locate(Place(*self.places[document].tolist()))
+
     def __getstate__(self) -> dict[str, object]:
         # Opened maps are not sent to data-loader workers, who open the files themselves.
         return {name: value for name, value in self.__dict__.items() if name != "tokens"}

@@ -40,6 +40,15 @@ class Documents(Protocol):
         ...
 
     @property
+    def lengths(self) -> Numbers:
+        """Tokens in each document; 0 for one without text."""
+        ...
+
+    def locate(self, document: int) -> str:
+        """Where a document stands, for messages; empty where that isn't known."""
+        ...
+
+    @property
     def tokens(self) -> Tokens:
         """The ids of all documents, end to end."""
         ...

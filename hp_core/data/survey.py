@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from hp_core.data.fingerprint import document_hash
 from hp_core.data.inspection import ShownRow, duplicates, histogram, shown_row
 from hp_core.data.mixed import MixedRows
-from hp_core.data.order import GlobalOrder, Position
+from hp_core.data.order import GlobalOrder
 from hp_core.data.packing import PackedRows
 from hp_core.data.protocols import DataReport, Datasets, RowDataset, Tokenizer
-from hp_core.data.records import Place
 from hp_core.data.rows import WithEmptyRow
+from hp_core.errors import InputError
 
 _DUPLICATES_SHOWN = 10
 
@@ -86,14 +88,17 @@ def survey(datasets: Datasets, *, split: str, seed: int, num_rows: int) -> Surve
         num_rows: how many rows to show.
 
     Raises:
-        InputError: a row can't be read.
+        InputError: there is no such split.
     """
-    splits = {"train": datasets.train, "validation": datasets.validation, "test": datasets.test}
+    named = {"train": datasets.train, "validation": datasets.validation, "test": datasets.test}
+    splits = {name: dataset for name, dataset in named.items() if dataset is not None}
+    if split not in splits:
+        raise InputError(f"--split={split}: the recipe has no {split} data; its splits: {', '.join(splits)}")
     parts = _parts(datasets.train)
     lengths = np.concatenate([part.store.lengths for _, part in parts]) if parts else np.zeros(0, dtype=np.int64)
     repeated = _duplicates([part for _, part in parts])
     return Survey(
-        splits=tuple(_split_facts(name, dataset) for name, dataset in splits.items() if dataset is not None),
+        splits=tuple(_split_facts(name, dataset) for name, dataset in splits.items()),
         num_documents=len(lengths) if parts else None,
         lengths=tuple(histogram(lengths[lengths > 0], datasets.train.max_seq_len)),
         num_duplicates=len(repeated),
@@ -124,32 +129,30 @@ def _split_facts(name: str, dataset: RowDataset) -> SplitFacts:
 
 
 def _duplicates(parts: Sequence[PackedRows]) -> list[Duplicate]:
-    if not parts:
-        return []
-    # Documents without text all look the same, and are left out anyway.
-    where = [(part, number) for part in parts for number in np.flatnonzero(part.store.lengths).tolist()]
-    hashes = np.concatenate([part.store.hashes[part.store.lengths > 0] for part in parts])
-    return [
-        Duplicate(_location(*where[first]), _location(*where[repeated])) for first, repeated in duplicates(hashes)
-    ]
+    where: list[tuple[PackedRows, int]] = []
+    contents = array("Q")
+    for part in parts:
+        begin = 0
+        for number, end in enumerate(np.cumsum(part.store.lengths).tolist()):
+            # Documents without text all look the same, and are left out anyway.
+            if end > begin:
+                where.append((part, number))
+                contents.append(document_hash(part.store.tokens[begin:end].astype(np.int64).tobytes()))
+            begin = end
+    pairs = ((where[first], where[again]) for first, again in duplicates(np.frombuffer(contents, dtype=np.uint64)))
+    return [Duplicate(_locate(*first), _locate(*again)) for first, again in pairs]
 
 
-def _location(part: PackedRows, document: int) -> str:
-    return part.locate(Place(*part.store.places[document].tolist()))
+def _locate(part: PackedRows, document: int) -> str:
+    return part.store.locate(document)
 
 
-def _samples(
-    dataset: RowDataset | None, split: str, seed: int, num_rows: int, tokenizer: Tokenizer | None
-) -> list[ShownRow]:
-    if dataset is None:
-        return []
+def _samples(dataset: RowDataset, split: str, seed: int, num_rows: int, tokenizer: Tokenizer | None) -> list[ShownRow]:
     order: list[int] = list(range(len(dataset)))
     if split == "train":
         inner = _inner(dataset)
         mixture = inner.mixture if isinstance(inner, MixedRows) else None
-        whole = GlobalOrder(
-            len(dataset), fingerprint=dataset.fingerprint, seed=seed, rows_per_step=1, mixture=mixture
-        )
+        whole = GlobalOrder(len(dataset), fingerprint=dataset.fingerprint, seed=seed, rows_per_step=1, mixture=mixture)
         order = whole.permutation(0).tolist()
     return [shown_row(dataset, index, tokenizer, _locations(dataset, index)) for index in order[:num_rows]]
 
@@ -162,4 +165,4 @@ def _locations(dataset: RowDataset, index: int) -> list[str]:
         return _locations(inner.parts[number], index - sum(inner.sizes[:number]))
     if not isinstance(inner, PackedRows):
         return []
-    return [_location(inner, document) for document in inner.plan.row(index).documents.tolist()]
+    return [inner.store.locate(document) for document in inner.plan.row(index).documents.tolist()]

@@ -16,7 +16,7 @@ from hp_core.data.cache import build_once
 from hp_core.data.fingerprint import fingerprint
 from hp_core.data.parallel import encoded_batches
 from hp_core.data.reading import Faults, Reading
-from hp_core.data.records import DocumentEncoder, Source
+from hp_core.data.records import DocumentEncoder, Place, Source
 from hp_core.data.writing import StoreWriter
 
 FORMAT = 2
@@ -55,9 +55,10 @@ class TokenStore:
     Opened when first used and never pickled, so it costs a data-loader worker nothing to be sent.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, source: Source | None = None) -> None:
         self.directory = directory
         self.key = directory.name
+        self._source = source
 
     @cached_property
     def meta(self) -> Meta:
@@ -114,6 +115,10 @@ class TokenStore:
         """Each document's columns, `[documents, columns]`."""
         return self._by_document("columns.npy")
 
+    def locate(self, document: int) -> str:
+        """Where a document stands, such as `data/a.jsonl:12`; empty in another process than that which built it."""
+        return "" if self._source is None else self._source.locate(Place(*self.places[document].tolist()))
+
     def _by_token(self, name: str, dtype: DTypeLike) -> NDArray[Any]:
         if self.meta.tokens == 0:
             return np.zeros(0, dtype)
@@ -124,7 +129,7 @@ class TokenStore:
         return loaded
 
     def __getstate__(self) -> dict[str, object]:
-        return {"directory": self.directory, "key": self.key}
+        return {"directory": self.directory, "key": self.key, "_source": None}
 
 
 def build_tokens(source: Source, encoder: DocumentEncoder, reading: Reading) -> TokenStore:
@@ -139,7 +144,8 @@ def build_tokens(source: Source, encoder: DocumentEncoder, reading: Reading) -> 
         _log.info("encoding %s", source.name)
         _write(source, encoder, reading, directory)
 
-    store = TokenStore(build_once(reading.cache_dir, key, write, is_complete=lambda path: _is_complete(path, encoder)))
+    directory = build_once(reading.cache_dir, key, write, is_complete=lambda path: _is_complete(path, encoder))
+    store = TokenStore(directory, source)
     Faults(source.name, store.meta.faults, store.meta.faulty_rows).require(reading)
     return store
 

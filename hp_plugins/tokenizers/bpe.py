@@ -16,7 +16,8 @@ from hp_core.data.cache import build_once
 from hp_core.data.fingerprint import document_hash, fingerprint
 from hp_core.data.protocols import Tokenizer, TrainableTokenizer
 from hp_core.errors import ArgumentError
-from hp_plugins.tokenizers.fast import EOS_TOKEN, FastTokenizer
+from hp_plugins.tokenizers.byte_level import EOS_TOKEN
+from hp_plugins.tokenizers.fast import FastTokenizer
 
 _RULE_VERSION = 1
 _FILE = "tokenizer.json"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from hp_core.data.fingerprint import fingerprint
 from hp_core.data.protocols import Tokenizer
 
+# What EOS is called where a tokenizer has words for its ids.
+EOS_TOKEN = "<|endoftext|>"
 _EOS_ID = 256
 
 
@@ -27,12 +30,17 @@ class ByteTokenizer:
         """The text; bytes that aren't UTF-8 become U+FFFD, and EOS becomes nothing."""
         return bytes(value for value in ids if value < _EOS_ID).decode(errors="replace")
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """The text with EOS written as `<|endoftext|>`."""
+        runs = groupby(ids, key=lambda value: value == _EOS_ID)
+        return "".join(EOS_TOKEN * len(list(run)) if is_end else self.decode(list(run)) for is_end, run in runs)
+
     def save(self, directory: Path) -> None:
         """Write the same mapping as a byte-level BPE without merges, which transformers can load."""
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as FastBackend
 
-        from hp_plugins.tokenizers.fast import EOS_TOKEN, FastTokenizer
+        from hp_plugins.tokenizers.fast import FastTokenizer
 
         backend = FastBackend(models.BPE(vocab=_byte_characters(), merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

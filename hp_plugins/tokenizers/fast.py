@@ -9,8 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastBackend
 
 from hp_core.data.fingerprint import fingerprint
-
-EOS_TOKEN = "<|endoftext|>"
+from hp_plugins.tokenizers.byte_level import EOS_TOKEN
 
 
 class FastTokenizer:
@@ -42,6 +41,10 @@ class FastTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text; bytes that aren't UTF-8 become U+FFFD."""
         return self._backend.decode(list(map(int, ids)), skip_special_tokens=True)
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """The text with special tokens written out."""
+        return self._backend.decode(list(map(int, ids)), skip_special_tokens=False)
 
     def save(self, directory: Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`."""

@@ -47,6 +47,11 @@ class PretrainedTokenizer:
         )
         return text
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """The text with special tokens written out, exactly as spaced by the ids."""
+        text: str = self._tokenizer.decode(list(map(int, ids)), clean_up_tokenization_spaces=False)
+        return text
+
     def save(self, directory: Path) -> None:
         """Write all its files, chat template included."""
         self._tokenizer.save_pretrained(directory)
