@@ -24,6 +24,9 @@ class SdpaAttention(StandardAttention):
 
     Masks are the model's: padding, sliding windows and packed documents (position ids that start again) arrive in
     `attention_mask`, as they do in the sdpa path of transformers. Attention weights are never returned.
+
+    On CPU, where the mask says just that packed documents don't see each other, each is attended to by itself: a kernel
+    with a mask computes all pairs of positions in the row and throws most of them away.
     """
 
     def attend(
@@ -31,6 +34,10 @@ class SdpaAttention(StandardAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """(batch, heads, S, D) to (batch, S, heads, D); fewer key heads are shared by the groups of query heads."""
         length = query.shape[2]
+        dropout = self.attention_dropout if self.training else 0.0
+        documents = None if dropout else packed_documents(attention_mask, kwargs.get("position_ids"))
+        if documents is not None and key.shape[2] == length:
+            return self._attend_apart(query, key, value, documents), None
         causal = kwargs.get("is_causal")
         causal = self.is_causal if causal is None else causal
         causal = bool(causal) and length > 1 and attention_mask is None
@@ -46,12 +53,49 @@ class SdpaAttention(StandardAttention):
             key,
             value,
             attn_mask=attention_mask,
-            dropout_p=self.attention_dropout if self.training else 0.0,
+            dropout_p=dropout,
             is_causal=causal,
             scale=self.scaling,
             enable_gqa=grouped,
         )
         return output.transpose(1, 2), None
+
+    def _attend_apart(self, query: Tensor, key: Tensor, value: Tensor, documents: list[list[int]]) -> Tensor:
+        rows = []
+        for row, lengths in enumerate(documents):
+            split = (one[row : row + 1].split(lengths, dim=2) for one in (query, key, value))
+            outputs = [
+                F.scaled_dot_product_attention(
+                    *parts, is_causal=True, scale=self.scaling, enable_gqa=self.num_key_value_groups > 1
+                )
+                for parts in zip(*split, strict=True)
+            ]
+            rows.append(torch.cat(outputs, dim=2))
+        return torch.cat(rows).transpose(1, 2)
+
+
+def packed_documents(attention_mask: Tensor | None, position_ids: Tensor | None) -> list[list[int]] | None:
+    """The lengths of the documents in each row, (batch, S) positions that start again with each of them.
+
+    None unless the (batch or 1, 1, S, S) mask, on the CPU, shows each position just the earlier ones of its document
+    and itself, and some row holds several.
+    """
+    if attention_mask is None or position_ids is None or torch.compiler.is_compiling():
+        return None
+    length = position_ids.shape[-1]
+    if attention_mask.device.type != "cpu" or attention_mask.dtype != torch.bool:
+        return None
+    if position_ids.dim() != 2 or attention_mask.shape[1:] != (1, length, length):
+        return None
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if int(begins.sum()) == len(begins):
+        return None
+    numbers = begins.cumsum(1, dtype=torch.int32)
+    shown = (numbers[:, :, None] == numbers[:, None, :]).tril_()
+    if not torch.equal(shown[:, None].expand_as(attention_mask), attention_mask):
+        return None
+    return [torch.bincount(row - 1).tolist() for row in numbers]
 
 
 @module_replacement
