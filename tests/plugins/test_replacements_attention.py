@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 from hp_core import ArgumentError
 from hp_plugins.replacements.fused_qkv import FusedQKVAttention, fused_qkv
-from hp_plugins.replacements.sdpa_attention import SdpaAttention, sdpa_attention
+from hp_plugins.replacements.sdpa_attention import SdpaAttention, packed_documents, sdpa_attention
 from tests.plugins.replacing import (
     CONTEXT,
     IDS,
@@ -69,6 +69,35 @@ def test_packed_documents_stay_apart(family: str, factory: str) -> None:
     changed, _ = forward_backward(model, input_ids=other, position_ids=PACKED)
     assert torch.equal(changed[0, 9:], logits[0, 9:])
     assert not torch.equal(changed[0, :9], logits[0, :9])
+
+
+def test_packed_documents_are_attended_to_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = pair("llama", "sdpa_attention")
+    positions = torch.tensor([[*range(4), *range(1), *range(7)], [*range(12)]])
+    ids = torch.arange(24).reshape(2, 12) % 7
+    assert_same(plain, model, input_ids=ids, position_ids=positions)
+    calls: list[tuple[int, bool]] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append((query.shape[2], kwargs.get("attn_mask") is None))
+        return attend(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    forward_backward(model, input_ids=ids, position_ids=positions)
+    assert calls == [(4, True), (1, True), (7, True), (12, True)] * 2
+
+
+def test_a_mask_that_says_more_than_documents_is_obeyed() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    document = torch.block_diag(torch.ones(3, 3), torch.ones(2, 2)).tril().bool()[None, None]
+    assert packed_documents(document, positions) == [[3, 2]]
+    window = document.clone()
+    window[0, 0, 2, 0] = False
+    assert packed_documents(window, positions) is None
+    assert packed_documents(torch.where(document, 0.0, -torch.inf), positions) is None
+    assert packed_documents(document, None) is None
+    assert packed_documents(torch.ones(5, 5).tril().bool()[None, None], torch.arange(5)[None]) is None
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
