@@ -84,6 +84,10 @@ class Block:
         """Rows of a block have no fingerprint of their own."""
         return ""
 
+    def locate(self, document: int) -> str:
+        """Its number in the rank's epoch, from 1: where a document stands in its files isn't kept."""
+        return f"document {self.begin + document + 1:,} of the stream"
+
 
 @dataclass(frozen=True)
 class BlockStream:
@@ -184,6 +188,14 @@ class StreamingRows:
         loss_weight = 1.0 if self.stream.encoder.has_weights else None
         plan = plan_rows(block.lengths, self.layout, None, block.trained)
         return PackedRows(block, plan, eos_id=self.eos_id, loss_weight=loss_weight)
+
+    def first_block(self) -> PackedRows:
+        """The rows of the first block of this rank, for a look. Raises `InputError` for faulty rows, as a run does."""
+        block = next(self.stream.blocks(Cursor()))
+        faults = Faults(self.stream.source.name)
+        faults.add_all(block.faults, block.num_faults)
+        faults.require(self.reading)
+        return self.packed(block)
 
     @cached_property
     def _first(self) -> Sample:

@@ -16,6 +16,7 @@ from hp_core.data.order import GlobalOrder
 from hp_core.data.packing import PackedRows
 from hp_core.data.protocols import DataReport, Datasets, RowDataset, Tokenizer
 from hp_core.data.rows import WithEmptyRow
+from hp_core.data.streaming import StreamingRows
 from hp_core.errors import InputError
 
 _DUPLICATES_SHOWN = 10
@@ -32,9 +33,13 @@ class SourceFacts:
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """A split: its rows, what became of its documents, and the same for each named source."""
+    """A split: its rows, what became of its documents, and the same for each named source.
+
+    Of a stream (`is_beginning`), only the first block is looked at.
+    """
 
     name: str
+    is_beginning: bool
     rows: int
     max_seq_len: int
     report: DataReport | None
@@ -91,41 +96,74 @@ def survey(datasets: Datasets, *, split: str, seed: int, num_rows: int) -> Surve
         InputError: there is no such split.
     """
     named = {"train": datasets.train, "validation": datasets.validation, "test": datasets.test}
-    splits = {name: dataset for name, dataset in named.items() if dataset is not None}
+    splits = {name: _Split.of(dataset) for name, dataset in named.items() if dataset is not None}
     if split not in splits:
         raise InputError(f"--split={split}: the recipe has no {split} data; its splits: {', '.join(splits)}")
-    parts = _parts(datasets.train)
-    lengths = np.concatenate([part.store.lengths for _, part in parts]) if parts else np.zeros(0, dtype=np.int64)
-    repeated = _duplicates([part for _, part in parts])
+    parts = splits["train"].parts
+    lengths = np.concatenate([np.zeros(0, dtype=np.int64), *(part.store.lengths for part in parts)])
+    repeated = _duplicates(parts)
+    rows = splits[split].first_rows(num_rows, seed=seed, shuffled=split == "train")
     return Survey(
-        splits=tuple(_split_facts(name, dataset) for name, dataset in splits.items()),
+        splits=tuple(one.facts(name) for name, one in splits.items()),
         num_documents=len(lengths) if parts else None,
         lengths=tuple(histogram(lengths[lengths > 0], datasets.train.max_seq_len)),
         num_duplicates=len(repeated),
         duplicates=tuple(repeated[:_DUPLICATES_SHOWN]),
-        rows=tuple(_samples(splits[split], split, seed, num_rows, datasets.tokenizer)),
+        rows=tuple(splits[split].shown(index, datasets.tokenizer) for index in rows),
     )
 
 
-def _inner(dataset: RowDataset) -> RowDataset:
-    return dataset.dataset if isinstance(dataset, WithEmptyRow) else dataset
+@dataclass(frozen=True)
+class _Split:
+    """A split's rows as its component made them, or those of the first block of a stream."""
 
+    dataset: RowDataset
+    is_beginning: bool
 
-def _parts(dataset: RowDataset) -> list[tuple[str, PackedRows]]:
-    """The packed rows of each source, with its name; none for a dataset of another kind."""
-    inner = _inner(dataset)
-    if isinstance(inner, MixedRows):
-        return list(zip(inner.names, inner.parts, strict=True))
-    return [("", inner)] if isinstance(inner, PackedRows) else []
+    @classmethod
+    def of(cls, dataset: RowDataset) -> _Split:
+        inner = dataset.dataset if isinstance(dataset, WithEmptyRow) else dataset
+        return cls(inner.first_block(), True) if isinstance(inner, StreamingRows) else cls(inner, False)
 
+    @property
+    def parts(self) -> tuple[PackedRows, ...]:
+        """The packed rows of each source; none for a dataset of another kind."""
+        if isinstance(self.dataset, MixedRows):
+            return self.dataset.parts
+        return (self.dataset,) if isinstance(self.dataset, PackedRows) else ()
 
-def _split_facts(name: str, dataset: RowDataset) -> SplitFacts:
-    inner = _inner(dataset)
-    sources: tuple[SourceFacts, ...] = ()
-    if isinstance(inner, MixedRows):
-        triples = zip(inner.names, inner.epoch_rows, inner.parts, strict=True)
-        sources = tuple(SourceFacts(source, count, part.report) for source, count, part in triples)
-    return SplitFacts(name, len(dataset), dataset.max_seq_len, dataset.report, sources)
+    def facts(self, name: str) -> SplitFacts:
+        dataset = self.dataset
+        sources: tuple[SourceFacts, ...] = ()
+        if isinstance(dataset, MixedRows):
+            triples = zip(dataset.names, dataset.epoch_rows, dataset.parts, strict=True)
+            sources = tuple(SourceFacts(source, count, part.report) for source, count, part in triples)
+        return SplitFacts(name, self.is_beginning, len(dataset), dataset.max_seq_len, dataset.report, sources)
+
+    def first_rows(self, num_rows: int, *, seed: int, shuffled: bool) -> list[int]:
+        """The numbers of the rows that come first, in a run's first epoch if `shuffled`."""
+        if self.is_beginning or not shuffled:
+            return list(range(min(num_rows, len(self.dataset))))
+        mixture = self.dataset.mixture if isinstance(self.dataset, MixedRows) else None
+        order = GlobalOrder(
+            len(self.dataset), fingerprint=self.dataset.fingerprint, seed=seed, rows_per_step=1, mixture=mixture
+        )
+        first: list[int] = order.permutation(0)[:num_rows].tolist()
+        return first
+
+    def shown(self, index: int, tokenizer: Tokenizer | None) -> ShownRow:
+        """A row, with the places of its documents as far as they are known."""
+        part, number = self._packed(index)
+        documents = [] if part is None else part.plan.row(number).documents.tolist()
+        locations = [] if part is None else [part.store.locate(document) for document in documents]
+        return shown_row(self.dataset, index, tokenizer, locations)
+
+    def _packed(self, index: int) -> tuple[PackedRows | None, int]:
+        """The packed rows that hold a row, and its number in them."""
+        if isinstance(self.dataset, MixedRows):
+            number = self.dataset.part_of(index)
+            return self.dataset.parts[number], index - sum(self.dataset.sizes[:number])
+        return self.dataset if isinstance(self.dataset, PackedRows) else None, index
 
 
 def _duplicates(parts: Sequence[PackedRows]) -> list[Duplicate]:
@@ -137,32 +175,10 @@ def _duplicates(parts: Sequence[PackedRows]) -> list[Duplicate]:
             # Documents without text all look the same, and are left out anyway.
             if end > begin:
                 where.append((part, number))
-                contents.append(document_hash(part.store.tokens[begin:end].astype(np.int64).tobytes()))
+                contents.append(document_hash(part.store.tokens[np.arange(begin, end)].astype(np.int64).tobytes()))
             begin = end
-    pairs = ((where[first], where[again]) for first, again in duplicates(np.frombuffer(contents, dtype=np.uint64)))
-    return [Duplicate(_locate(*first), _locate(*again)) for first, again in pairs]
-
-
-def _locate(part: PackedRows, document: int) -> str:
-    return part.store.locate(document)
-
-
-def _samples(dataset: RowDataset, split: str, seed: int, num_rows: int, tokenizer: Tokenizer | None) -> list[ShownRow]:
-    order: list[int] = list(range(len(dataset)))
-    if split == "train":
-        inner = _inner(dataset)
-        mixture = inner.mixture if isinstance(inner, MixedRows) else None
-        whole = GlobalOrder(len(dataset), fingerprint=dataset.fingerprint, seed=seed, rows_per_step=1, mixture=mixture)
-        order = whole.permutation(0).tolist()
-    return [shown_row(dataset, index, tokenizer, _locations(dataset, index)) for index in order[:num_rows]]
-
-
-def _locations(dataset: RowDataset, index: int) -> list[str]:
-    """Where the documents of a row stand in their source, as far as that is known."""
-    inner = _inner(dataset)
-    if isinstance(inner, MixedRows):
-        number = inner.part_of(index)
-        return _locations(inner.parts[number], index - sum(inner.sizes[:number]))
-    if not isinstance(inner, PackedRows):
-        return []
-    return [inner.store.locate(document) for document in inner.plan.row(index).documents.tolist()]
+    found = []
+    for pair in duplicates(np.frombuffer(contents, dtype=np.uint64)):
+        first, again = ((part.store, number) for part, number in (where[one] for one in pair))
+        found.append(Duplicate(first[0].locate(first[1]), again[0].locate(again[1])))
+    return found

@@ -68,7 +68,8 @@ def _lines(survey: Survey) -> Iterator[str]:
 
 
 def _split_lines(split: SplitFacts) -> Iterator[str]:
-    line = f"{split.name}: {split.rows:,} rows of {split.max_seq_len:,} tokens"
+    name = f"{split.name} (the first documents of the stream)" if split.is_beginning else split.name
+    line = f"{name}: {split.rows:,} rows of {split.max_seq_len:,} tokens"
     report = split.report
     if report is not None:
         line += f" ({report.fill:.1%} full), {report.tokens:,} tokens, {report.targets:,} targets"

@@ -100,6 +100,20 @@ def test_validation_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["num_documents"] == len(TEXTS)
 
 
+def test_sources_have_counts_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("other.jsonl").write_text('{"text": "xyz"}\n{"text": "uvw"}\n', encoding="utf-8")
+    sources = "{a: {files: data.jsonl, weight: 1}, b: {files: other.jsonl, weight: 1}}"
+    found = _json(capsys, "--dataset.files=null", f"--dataset.sources={sources}", "--rows=100")
+    (train,) = found["splits"]
+    assert [(one["name"], one["report"]["rows"], one["epoch_rows"]) for one in train["sources"]] == [
+        ("a", 5, 4),
+        ("b", 2, 3),
+    ]
+    assert [one["report"]["targets"] for one in train["sources"]] == [4 * 2 + 7, 2 * 3]
+    shown = [document["location"].partition(":")[0] for row in found["rows"] for document in row["documents"]]
+    assert sorted(shown) == ["data.jsonl"] * 4 + ["other.jsonl"] * 3
+
+
 def test_a_split_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "recipe.yaml", "--split=validation"]) == 2
     assert capsys.readouterr().err == ("--split=validation: the recipe has no validation data; its splits: train\n")
