@@ -83,7 +83,7 @@ class Turns:
         """The conversation of a row."""
         turns = list_of(required(fields, self.column), self.column)
         messages = [self.message(turn, f"{self.column}[{number}]") for number, turn in enumerate(turns)]
-        if self.system is not None and (text := self._optional(fields, self.system)) is not None:
+        if self.system is not None and (text := self._optional(fields, self.system)) not in (None, ""):
             messages.insert(0, Message("system", text_of(text, self.system), self.system))
         tools = None if self.tools is None else tools_of(self._optional(fields, self.tools), self.tools)
         return Conversation(tuple(messages), tools).check(self.column)

@@ -73,6 +73,8 @@ def test_sharegpt() -> None:
     assert conversation.messages[2].extras["tool_calls"][0]["function"]["name"] == "find"
     assert conversation.tools == [TOOL["function"]]
     assert conversation.messages[1].path == "conversations[0]"
+    for system in (None, ""):
+        assert read("sharegpt", conversations=turns, system=system).messages[0].role == "user"
 
 
 def test_alpaca() -> None:

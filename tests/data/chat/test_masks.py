@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,13 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from hp_core.data.chat.encoder import ChatEncoder, ChatSettings
 from hp_core.data.chat.formats import named_format
 from hp_core.data.records import Encoded, Row
-from hp_core.errors import InputError
+from hp_core.errors import ArgumentError, InputError
 from hp_plugins.tokenizers.pretrained import PretrainedTokenizer
 from tests.data.chat.styles import STYLES, Style, Turn
+from tests.data.chat.tokenizers import finished, learned
 
 each_style = pytest.mark.parametrize("style", STYLES.values(), ids=lambda style: style.name)
 
@@ -253,6 +256,63 @@ def test_marks_of_turns_without_effect_are_refused(changes: dict[int, Turn], rea
         turns[number].update(change)
     with pytest.raises(InputError, match=r"^a\.jsonl:1: " + reason):
         encode(encoder(STYLES["chatml"]), turns)
+
+
+CONTENT, STOP = "{% generation %}{{ turn.content }}{% endgeneration %}", "{{ '<|im_end|>' }}"
+THOUGHT = "'<|im_start|>assistant\\n'"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (CONTENT + STOP, CONTENT.replace("{% endgeneration %}", STOP + "{% endgeneration %}")),
+        (CONTENT, CONTENT.replace("content", "content[:1]") + CONTENT.replace("content", "content[1:]")),
+        (
+            CONTENT + STOP,
+            CONTENT.replace("content", "content[:1]")
+            + "{% generation %}{{ turn.content[1:] }}"
+            + STOP
+            + "{% endgeneration %}",
+        ),
+        # The prompts are not how the answers in the conversation begin.
+        (THOUGHT, THOUGHT[:-1] + "<think>'"),
+    ],
+    ids=["stop in the mark", "two marks", "two marks and stop", "other prompts"],
+)
+def test_generation_marks_are_taken_as_they_are_set(old: str, new: str) -> None:
+    style = STYLES["marked"]
+    assert old in style.template
+    changed = replace(style, template=style.template.replace(old, new))
+    for turns in (*CHATS.values(), chat("a?", "x<|im_end|>", "b?", "<|im_end|>", "c?", "y")):
+        check(changed, turns, set(answers(turns)), encode(encoder(changed), turns))
+        wanted = {answers(turns)[-1]}
+        check(changed, turns, wanted, encode(encoder(changed, train_on="last"), turns))
+
+
+def test_the_template_for_tools_is_taken_where_there_are_some() -> None:
+    style = STYLES["chatml"]
+    tokenizer = finished("bytes", style.special, eos=style.eos, template=None)
+    own = tokenizer._tokenizer
+    own.chat_template = {"default": style.template, "tool_use": "{{ tools | tojson }}" + style.template}
+    built = ChatEncoder.of(ChatSettings(named_format("messages")), tokenizer)
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+    plain, tooled = (encode(built, CHATS["one turn"], tools=one) for one in (None, tools))
+    assert tokenizer.spell(tooled.ids) == json.dumps(tools) + tokenizer.spell(plain.ids)
+    own.chat_template = {"one": style.template, "two": style.template}
+    with pytest.raises(ArgumentError, match=r"several chat templates, none of them 'default': one, two"):
+        tokenizer.chat_template()
+
+
+def test_an_end_token_stops_answers_though_it_is_not_special() -> None:
+    style = STYLES["chatml"]
+    kept_out = tuple(one for one in style.special if one != "<|im_end|>")
+    backend = learned("bytes", kept_out)
+    backend.add_tokens(["<|im_end|>"])
+    tokenizer = PretrainedTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>"), name="made"
+    )
+    built = ChatEncoder.of(ChatSettings(named_format("messages"), template=style.template), tokenizer)
+    assert runs(tokenizer, encode(built, CHATS["one turn"])) == ["It is this.<|im_end|>"]
 
 
 texts = st.one_of(
