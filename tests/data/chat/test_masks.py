@@ -109,6 +109,17 @@ def test_special_tokens_that_contents_spell_move_nothing(style: Style) -> None:
         check(style, turns, set(answers(turns)), encode(encoder(style), turns))
 
 
+@each_style
+def test_an_answer_may_hold_all_that_stands_between_answers(style: Style) -> None:
+    if style.strips:
+        pytest.skip("what is behind a special token that swallows blanks can't be told from its ids")
+    text = "".join(text for text, _ in style.pieces(chat("a?", "ONE", "b?", "TWO")))
+    between = text[text.index("ONE") + 3 : text.index("TWO")]
+    for answer in (f"{between}x", f"x{between}", between, between * 2):
+        for turns in (chat("a?", answer, "b?", "y"), chat("a?", "y", "b?", answer)):
+            check(style, turns, {1, 3}, encode(encoder(style), turns))
+
+
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"page": "café"}}}
 CALLED: list[Turn] = [
     {"role": "user", "content": "Where is it?"},
