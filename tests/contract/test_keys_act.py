@@ -20,7 +20,7 @@ from hp_core.config.base import Section, section_in
 from hp_core.config.models import TrainerConfig
 from hp_core.config.signature import Signature
 from hp_core.observe.trackers import read_metrics
-from tests.contract.chats import CHAT_KEYS
+from tests.contract.chats import CHAT_KEYS, chats
 from tests.contract.texts import write_texts
 from tests.e2e.runs import hp_train_here, manifest, steps, train
 
@@ -800,6 +800,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
         faulty(bench, "--dataset.on_error=skip", "--dataset.max_errors=1").code == 2
     ),
     **CHAT_KEYS,
+    "hp.datasets.chat.num_proc": processes_encode(chats(), "--training={train_iters: 1, global_batch_size: 1}"),
     "hp.datasets.python_docs.max_files": data_differs("--dataset.max_files=5", base=DOCS),
     "hp.datasets.python_docs.max_seq_len": data_differs("--dataset.max_seq_len=16", base=DOCS),
     "hp.datasets.python_docs.validation_fraction": data_differs("--dataset.validation_fraction=0.6", base=DOCS),

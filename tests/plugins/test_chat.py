@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hp_core.data import parallel, writing
 from hp_core.data.protocols import Datasets, RowDataset
 from hp_core.errors import ArgumentError, InputError
 from hp_plugins.datasets.chat import ChatSource, chat
@@ -173,6 +174,18 @@ def test_faulty_rows_end_the_run_or_are_counted(tmp_path: Path) -> None:
     assert (report.documents, report.faulty_rows) == (len(ROWS), 2)
     with pytest.raises(InputError, match="more faulty rows than the 1 of max_errors"):
         build(tmp_path, rows, on_error="skip", max_errors=1)
+
+
+def test_another_process_encodes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "PAYS_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(writing, "_BATCH_ROWS", 2)
+    rows = [*ROWS[:5], {"messages": []}, *ROWS[5:]]
+    alone, shared = (
+        build(tmp_path, rows, STYLES["glm"], num_proc=number, on_error="skip", cache_dir=str(tmp_path / f"{number}"))
+        for number in (1, 2)
+    )
+    assert pieces(shared.train) == pieces(alone.train)
+    assert shared.train.report == alone.train.report
 
 
 def test_rows_of_csv_are_read_too(tmp_path: Path) -> None:
