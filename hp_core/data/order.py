@@ -55,13 +55,15 @@ class GlobalOrder:
 
     def permutation(self, epoch: int) -> NDArray[np.int64]:
         """The rows in the order of `epoch`; read-only, and kept for the epoch last asked for."""
-        if self._latest is None or self._latest[0] != epoch:
+        # Held by name: a loader's thread may ask for another epoch meanwhile.
+        latest = self._latest
+        if latest is None or latest[0] != epoch:
             rows = shuffled(f"{self._stream}:{epoch}", self.num_rows)
             if self._mixture is not None:
                 rows = self._mixture.epoch_rows(epoch, self._stream)[rows]
             rows.setflags(write=False)
-            self._latest = (epoch, rows)
-        return self._latest[1]
+            latest = self._latest = (epoch, rows)
+        return latest[1]
 
     def step_size(self, position: Position) -> int:
         """How many rows the step at `position` has; 0 when the run's limit is reached."""

@@ -5,24 +5,29 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from itertools import repeat
 from typing import Annotated, Any, cast
 
 import torch
 from pydantic import Field
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hp_core.data.order import StepBatches
 from hp_core.data.protocols import RowDataset
 from hp_core.data.streaming import Block, StreamBatches
-from hp_core.errors import ArgumentError
+from hp_plugins.dataloaders.ahead import each_ahead
+
+_AHEAD = 2
 
 
 def torch_loader(
-    num_workers: Annotated[int, Field(ge=0, description="Processes that read ahead; 0 reads in between.")] = 0,
+    num_workers: Annotated[int, Field(ge=0, description="Processes that read ahead; 0 leaves it to a thread.")] = 0,
     pin_memory: Annotated[bool, Field(description="Copy to pinned memory, where there is an accelerator.")] = False,
     prefetch_factor: Annotated[
-        Annotated[int, Field(ge=1)] | None, Field(description="Batches each worker reads ahead; null is 2.")
+        Annotated[int, Field(ge=1)] | None,
+        Field(description="Batches that each of them reads ahead; null is 2."),
     ] = None,
     *,
     dataset: RowDataset,
@@ -32,13 +37,13 @@ def torch_loader(
 ) -> Iterable[Any]:
     """A `DataLoader` over the given batches of row numbers.
 
-    `num_workers` processes read ahead, `prefetch_factor` batches each (default 2). `pin_memory` has an effect
-    only where there is an accelerator. Batches come in the sampler's order whatever the number of workers. The
-    workers' random streams (torch, numpy, random) differ by data rank and worker, and repeat with `seed`. Of streamed
-    data, workers read and encode blocks ahead, in the same order whatever their number.
+    `num_workers` processes read ahead, `prefetch_factor` batches each (default 2). Without workers, a thread of this
+    process does, unless rows draw from its random streams (torch, numpy, random): those are read in between, so that
+    a run repeats. `pin_memory` has an effect only where there is an accelerator. Batches come in the sampler's order
+    whatever the number of workers. The workers' random streams differ by data rank and worker, and repeat with `seed`.
+    Of streamed data, workers or the thread read and encode blocks ahead, in the same order whatever their number.
     """
-    if prefetch_factor is not None and num_workers == 0:
-        raise ArgumentError("prefetch_factor", "has no effect without workers", "set num_workers: 1 or more")
+    ahead = prefetch_factor or _AHEAD
     dp_rank = 0 if isinstance(batch_sampler, list) else batch_sampler.dp_rank
     digest = hashlib.sha256(f"data loader:{seed}:{dp_rank}".encode()).digest()
     # A generator of its own: without one, torch draws the workers' seed from the global stream, and dropout would
@@ -51,8 +56,9 @@ def torch_loader(
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
+            prefetch_factor=ahead if num_workers else None,
             generator=generator,
+            ahead=ahead,
         )
         return StreamLoader(blocks, batch_sampler, collate_fn, pins=pins)
     return _Loader(
@@ -61,8 +67,9 @@ def torch_loader(
         collate_fn=collate_fn,
         num_workers=num_workers,
         pin_memory=pins,
-        prefetch_factor=prefetch_factor,
+        prefetch_factor=ahead if num_workers else None,
         generator=generator,
+        ahead=ahead,
     )
 
 
@@ -104,18 +111,40 @@ def _as_it_is(block: Block) -> Block:
 
 
 class _Loader(DataLoader[Any]):
+    def __init__(self, dataset: Dataset[Any], *, ahead: int, **settings: Any) -> None:
+        super().__init__(dataset, **settings)
+        self.ahead = ahead
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches; end the workers at once when the reading ends, by an error too.
+        """Yield the batches; end the workers, or the thread, at once when the reading ends, by an error too.
 
         Left to the garbage collector, which closes their queues first, each worker of a failed run takes torch
         five seconds to end.
         """
+        if self.num_workers == 0:
+            yield from self._by_thread()
+            return
         batches = super().__iter__()
         try:
             yield from batches
         finally:
             if isinstance(batches, _MultiProcessingDataLoaderIter):
                 batches._shutdown_workers()
+
+    def _by_thread(self) -> Iterator[Any]:
+        if isinstance(self.dataset, IterableDataset):
+            # Streams have no end.
+            blocks = iter(self.dataset)
+            yield from each_ahead(repeat(None), lambda _: next(blocks), self.ahead)
+            return
+        numbers = cast("Iterable[list[int]]", self.batch_sampler)
+        with closing(each_ahead(numbers, self._read, self.ahead)) as batches:
+            for batch in batches:
+                # Not in the thread, which would pin on the first device, whichever is the rank's.
+                yield pin_memory(batch) if self.pin_memory else batch
+
+    def _read(self, numbers: list[int]) -> Any:
+        return self.collate_fn([self.dataset[number] for number in numbers])
 
     def check_worker_number_rationality(self) -> None:
         """Accept any number: one recipe serves machines of all sizes, so more workers than cores is no warning."""

@@ -822,7 +822,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "hp.dataloaders.torch.num_workers": says("workers: 2", "--dataloader.num_workers=2", "-p", "{texts}/look.py"),
     "hp.dataloaders.torch.pin_memory": pinned,
     "hp.dataloaders.torch.prefetch_factor": says(
-        "prefetch: 3", "--dataloader={num_workers: 1, prefetch_factor: 3}", "-p", "{texts}/look.py"
+        "prefetch: None ahead: 3", "--dataloader={prefetch_factor: 3}", "-p", "{texts}/look.py"
     ),
     "hp.trackers.tensorboard.directory": tracked,
 }

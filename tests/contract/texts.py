@@ -29,7 +29,7 @@ def on_train_start(run):
 @hookimpl(wrapper=True)
 def build_dataloader(config, dataset, collate_fn, batch_sampler, batch_size, dp_world_size, max_seq_len, seed):
     loader = yield
-    print("workers:", loader.num_workers, "prefetch:", loader.prefetch_factor)
+    print("workers:", loader.num_workers, "prefetch:", loader.prefetch_factor, "ahead:", loader.ahead)
     return loader
 """
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from hp_core.data.order import GlobalOrder, Position, StepBatches, evaluation_batches
 from hp_core.data.protocols import RowDataset
 from hp_core.data.rows import WithEmptyRow
-from hp_core.errors import ArgumentError, InputError
+from hp_core.errors import InputError
 from hp_plugins.collators.rows import rows
 from hp_plugins.dataloaders.torch_loader import torch_loader
 from hp_plugins.datasets.text import text
@@ -168,5 +170,88 @@ def test_every_setting_reaches_the_loader(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert loader(pin_memory=True).pin_memory is True
     assert loader().pin_memory is False
-    with pytest.raises(ArgumentError, match="prefetch_factor: has no effect without workers"):
-        loader(prefetch_factor=2)
+    assert [loader(prefetch_factor=number).ahead for number in (None, 5)] == [2, 5]
+
+
+class WatchedRows:
+    """Rows that tell which have been read, and by which thread."""
+
+    fingerprint = "watched"
+    max_seq_len = 2
+    report = None
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+        self.read: list[int] = []
+        self.threads: set[str] = set()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.fails_at:
+            raise InputError(f"row {index} is broken")
+        self.read.append(index)
+        self.threads.add(threading.current_thread().name.partition("_")[0])
+        values = np.array([index, 0])
+        return {"index": index, "input_ids": values, "labels": values, "position_ids": values}
+
+
+def watched(dataset: WatchedRows, **settings: Any) -> Any:
+    return torch_loader(
+        **settings, dataset=WithEmptyRow(dataset), collate_fn=rows(), batch_sampler=[[n] for n in range(12)], seed=1
+    )
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(("setting", "ahead"), [(None, 2), (1, 1), (5, 5)])
+def test_a_thread_reads_so_many_batches_ahead_and_ends_with_the_loader(setting: int | None, ahead: int) -> None:
+    dataset = WatchedRows()
+    num_threads = threading.active_count()
+    batches = iter(watched(dataset, prefetch_factor=setting))
+    for number in range(4):
+        assert next(batches)["sample_ids"].tolist() == [number]
+        wait_for(lambda last=number + ahead: dataset.read == list(range(last + 1)))
+    time.sleep(0.05)
+    assert dataset.read == list(range(4 + ahead))
+    assert dataset.threads == {"MainThread", "reading-ahead"}
+    batches.close()
+    assert threading.active_count() == num_threads
+    assert [batch["sample_ids"].item() for batch in watched(WatchedRows())] == list(range(12))
+    assert threading.active_count() == num_threads
+
+
+def test_an_error_comes_in_its_turn_and_ends_the_thread() -> None:
+    num_threads = threading.active_count()
+    batches = iter(watched(WatchedRows(5)))
+    assert [next(batches)["sample_ids"].item() for _ in range(5)] == list(range(5))
+    with pytest.raises(InputError, match="row 5 is broken"):
+        next(batches)
+    assert threading.active_count() == num_threads
+
+
+def test_rows_that_draw_random_numbers_are_read_in_between() -> None:
+    """Dropout and rows draw from one stream, in an order that repeats."""
+
+    def seed() -> None:
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+
+    dataset = WithEmptyRow(RandomRows())
+    seed()
+    loader = torch_loader(dataset=dataset, collate_fn=rows(), batch_sampler=[[n] for n in range(12)], seed=1)
+    found: list[float] = []
+    for batch in loader:
+        found += [*batch["input_ids"].flatten().tolist(), float(torch.rand(())), random.random()]
+    seed()
+    expected: list[float] = []
+    for number in range(12):
+        expected += [*dataset[number]["input_ids"].tolist(), float(torch.rand(())), random.random()]
+    assert found == expected
