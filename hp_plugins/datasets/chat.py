@@ -119,7 +119,7 @@ def chat(
         date,
         RowColumns.of(columns),
     )
-    alone = {"files": files, "hub_id": hub_id, "hub_config": hub_config, "split": split}
+    alone: dict[str, Any] = {"files": files, "hub_id": hub_id, "hub_config": hub_config, "split": split}
     alone |= {"format": format, "mapping": mapping}
     if sources is not None:
         require_named(sources, temperature, alone)

@@ -41,11 +41,12 @@ class TransformersTemplate:
 
     def __init__(self, tokenizer: Any, texts: tuple[str, str], arguments: Mapping[str, Any], date: str | None) -> None:
         """`texts` are the templates for conversations without tools and with. Raises `ArgumentError`."""
-        variables = set().union(*(_variables(text) for text in texts))
+        variables = set[str]().union(*(_variables(text) for text in texts))
         _check_arguments(arguments, variables)
         self._plain, self._with_tools = (_dated(text, date) for text in texts)
         self._has_marks = any(re.search(r"\{%[-+]?\s*generation\b", text) for text in texts)
-        self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **arguments}
+        given: dict[str, Any] = {**tokenizer.special_tokens_map, **arguments}
+        self._variables = {name: value for name, value in given.items() if name in variables}
         self.fingerprint = fingerprint(
             "chat template",
             self._plain,

@@ -102,6 +102,7 @@ class _Work:
         self.turns = turns
         rendering = self.render(turns)
         self.text, self.marks = rendering
+        self._prompts: dict[int, int | None] = {}
         self.salt = 0
         while f"Zq{self.salt}k" in self.text:
             self.salt += 1
@@ -120,11 +121,14 @@ class _Work:
 
     def prompt(self, message: int) -> int | None:
         """The length of the prompt that the answer is generated from, if the text begins with it."""
-        try:
-            prompt = self.render(self.turns[:message], add_generation_prompt=True).text
-        except RowError:
-            return None
-        return len(prompt) if self.text.startswith(prompt) else None
+        if message not in self._prompts:
+            try:
+                prompt = self.render(self.turns[:message], add_generation_prompt=True).text
+            except RowError:
+                self._prompts[message] = None
+            else:
+                self._prompts[message] = len(prompt) if self.text.startswith(prompt) else None
+        return self._prompts[message]
 
     def marked_answers(self, answers: Sequence[int]) -> list[_Open]:
         """The generation marks of the answers; a template may set several for one."""
@@ -184,6 +188,9 @@ class _Work:
         """What changes when the answers are others: all at once where that is unambiguous, else one by one."""
         if not answers:
             return []
+        plain = [self._plain_answer(message) for message in answers]
+        if all(plain):
+            return [one for one in plain if one is not None]
         parts = self.around(answers)
         found = None if parts is None else between(self.text, parts)
         if found is None:
@@ -195,6 +202,22 @@ class _Work:
                 prompt = begin
             opened.append(_Open(message, max(begin, prompt), end, prompt))
         return opened
+
+    def _plain_answer(self, message: int) -> _Open | None:
+        """An answer that stands right behind its prompt as it is in the row, with its stop token behind it.
+
+        This spares a rendering, and finds the same: had the template set a text between the two, the text and the
+        answer together would be the answer and blanks, and so the text and the answer nothing but blanks.
+        """
+        turn = self.turns[message]
+        content = turn.get("content")
+        if not content or content != content.strip() or len(turn) > 2:
+            return None
+        prompt = self.prompt(message)
+        if prompt is None or not self.text.startswith(content, prompt):
+            return None
+        end = prompt + len(content)
+        return _Open(message, prompt, end, prompt) if self.marker.closing(self.text, end) is not None else None
 
     def _one_answer(self, message: int) -> _Open:
         """An answer that is rendered apart from the others, or with more than its content."""
