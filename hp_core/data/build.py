@@ -15,11 +15,12 @@ from hp_core.data.megatron import MegatronSource, MegatronStore
 from hp_core.data.mixed import MixedRows
 from hp_core.data.mixture import Mixture
 from hp_core.data.packing import WEIGHTS, Layout, PackedRows, plan_rows
-from hp_core.data.protocols import DataReport, Datasets, Tokenizer, TrainableTokenizer
+from hp_core.data.protocols import DataReport, Datasets, MeshContext, Tokenizer, TrainableTokenizer
 from hp_core.data.reading import Faults, Reading
 from hp_core.data.records import DocumentEncoder, Row, Source
 from hp_core.data.rows import WithEmptyRow
 from hp_core.data.split import held_out
+from hp_core.data.streaming import BlockStream, StreamingRows, StreamingSource
 from hp_core.data.text import split_hash, utf8
 from hp_core.data.tokens import TokenStore, build_tokens
 from hp_core.errors import ArgumentError, InputError
@@ -83,6 +84,38 @@ def build_datasets(
         validation=None if validation is None else _rows(validation, layout, tokenizer.eos_id, is_weighted),
         tokenizer=tokenizer,
     )
+
+
+def build_stream(
+    part: Part,
+    *,
+    tokenizer: Tokenizer | TrainableTokenizer | None,
+    layout: Layout,
+    reading: Reading,
+    block_documents: int,
+    mesh_context: MeshContext,
+    validation_parts: Sequence[Part] = (),
+) -> Datasets:
+    """Rows that are encoded and packed while the run reads them, by blocks of `block_documents` of each data rank.
+
+    Validation data is built as `build_datasets` does. Raises `ArgumentError` and `InputError` likewise.
+    """
+    if tokenizer is None:
+        raise ArgumentError("tokenizer", "this dataset needs a tokenizer", "add `tokenizer: {name: bytes}`")
+    if isinstance(tokenizer, TrainableTokenizer):
+        raise ArgumentError("tokenizer", "a tokenizer can't be learned from streamed data", "name a finished one")
+    if not isinstance(part.source, StreamingSource):
+        raise ArgumentError("streaming", f"{part.source.name!r} can't be streamed", "remove it")
+    encoder = part.encoder(tokenizer)
+    stream = BlockStream(part.source, encoder, block_documents, mesh_context.dp_rank, mesh_context.dp_size)
+    validation: WithEmptyRow | None = None
+    if validation_parts:
+        stores = _stores(validation_parts, tokenizer, reading)
+        everything = [np.ones(len(store.lengths), dtype=bool) for store in stores]
+        split = _Split("validation", validation_parts, stores, everything)
+        validation = _rows(split, layout, tokenizer.eos_id, encoder.has_weights)
+    train = WithEmptyRow(StreamingRows(stream, layout, reading, eos_id=tokenizer.eos_id))
+    return Datasets(train=train, validation=validation, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ DEFAULT_BLOCK_DOCUMENTS = 10_000
 _RULE_VERSION = 1
 
 
+@runtime_checkable
 class StreamingSource(Protocol):
     """Rows that are read in order, from any of them on, without reading or hashing all beforehand."""
 
@@ -204,6 +205,8 @@ class StreamingRows:
         for block in peek.blocks(Cursor()):
             if block.epoch:
                 break
+            if self.reading.on_error == "fail" and block.num_faults:
+                raise InputError("\n".join(block.faults))
             rows = self.packed(block)
             if len(rows):
                 return rows[0]

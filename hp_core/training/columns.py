@@ -74,6 +74,11 @@ def empty_columns(dataset: RowDataset, length: int) -> dict[str, torch.Tensor]:
     }
 
 
+def _is_empty(dataset: RowDataset) -> bool:
+    is_streamed = isinstance(dataset, WithEmptyRow) and dataset.streamed is not None
+    return not is_streamed and len(dataset) == 0
+
+
 def _columns_in(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in _EVERY_ROW}
 
@@ -82,7 +87,7 @@ def _lacking(columns: Sequence[str], loss_fn: nn.Module, datasets: Datasets) -> 
     loss = type(loss_fn).__name__
     missing = set(columns)
     for role, dataset in (("training", datasets.train), ("validation", datasets.validation), ("test", datasets.test)):
-        if dataset is None or len(dataset) == 0 or not columns:
+        if dataset is None or not columns or _is_empty(dataset):
             continue
         held = _columns_in(dataset[0])
         for name in [name for name in columns if name in missing]:

@@ -8,17 +8,18 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from hp_core.data.build import Part, build_datasets
+from hp_core.data.build import Part, build_datasets, build_stream
 from hp_core.data.cache import cache_directory
 from hp_core.data.columns import RowColumns
 from hp_core.data.fields import RowText
 from hp_core.data.layout import Layout
-from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
+from hp_core.data.protocols import Datasets, MeshContext, Tokenizer, TrainableTokenizer
 from hp_core.data.reading import Reading
 from hp_core.data.sources import FileSource, expand_files
 from hp_core.data.text import TextEncoder
 from hp_core.errors import ArgumentError
 from hp_plugins.datasets.arguments import (
+    BlockDocuments,
     CacheDir,
     FaultyRows,
     LongDocuments,
@@ -26,7 +27,9 @@ from hp_plugins.datasets.arguments import (
     MaxSeqLen,
     NumProc,
     PackingRule,
+    Streaming,
     ValidationFraction,
+    block_size,
 )
 from hp_plugins.datasets.sources import (
     Files,
@@ -72,8 +75,11 @@ def text(
     num_proc: NumProc = None,
     on_error: FaultyRows = "fail",
     max_errors: MaxErrors = None,
+    streaming: Streaming = False,
+    block_documents: BlockDocuments = None,
     *,
     tokenizer: Tokenizer | TrainableTokenizer | None,
+    mesh_context: MeshContext | None = None,
 ) -> Datasets:
     """Documents, each closed by EOS, in rows of `max_seq_len` tokens.
 
@@ -106,7 +112,15 @@ def text(
     The first faulty row ends the run with its file, line and reason; `on_error: skip` leaves out up to `max_errors`
     of them, counts them and says what is wrong with the first. `num_proc` processes encode, the run's own among them;
     their number changes nothing but the time.
+
+    With `streaming`, files or a data set on the Hub are encoded while the run reads them: each data rank takes every
+    so-manieth document (a line of JSON lines, or a row), packs `block_documents` of them at a time and shuffles their rows. A resumed run continues at
+    the exact row, on as many data ranks. Workers of the data loader encode ahead.
     """
+    given = {"megatron": megatron, "sources": sources, "temperature": temperature}
+    block = block_size(streaming, block_documents, validation_fraction=validation_fraction, unstreamed=given)
+    if block is not None and num_proc is not None and validation_files is None:
+        raise ArgumentError("num_proc", "has no effect on streamed data", "set dataloader.num_workers")
     numbers = RowColumns.of(columns)
     alone: dict[str, Any] = {"files": files, "hub_id": hub_id, "hub_config": hub_config, "split": split}
     alone |= {"megatron": megatron, "field": field, "template": template}
@@ -120,11 +134,23 @@ def text(
     validation_parts = []
     if validation_files is not None:
         validation_parts.append(_validation_part(validation_files, parts, numbers))
+    layout = Layout(max_seq_len, packing, length_policy)
+    reading = Reading(cache_directory(cache_dir), num_proc, on_error, max_errors)
+    if block is not None:
+        return build_stream(
+            parts[0],
+            tokenizer=tokenizer,
+            layout=layout,
+            reading=reading,
+            block_documents=block,
+            mesh_context=mesh_context or MeshContext(),
+            validation_parts=validation_parts,
+        )
     return build_datasets(
         parts,
         tokenizer=tokenizer,
-        layout=Layout(max_seq_len, packing, length_policy),
-        reading=Reading(cache_directory(cache_dir), num_proc, on_error, max_errors),
+        layout=layout,
+        reading=reading,
         validation_fraction=validation_fraction,
         validation_parts=validation_parts,
         temperature=temperature,

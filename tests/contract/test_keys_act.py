@@ -509,6 +509,7 @@ EXPERTS = (
 )
 OTHER = ("--dataset.files={texts}/other.jsonl", "--training.global_batch_size=1")
 CACHE = "--dataset.cache_dir={tmp}/mine"
+ALONE = "max_seq_len: 32, tokenizer: bytes"
 NAMED = "{a: {files: {texts}/other.jsonl}, b: {files: {texts}/other.jsonl, field: title}}"
 SOURCES = (
     f"--dataset={{name: text, max_seq_len: 32, tokenizer: bytes, sources: {NAMED}}}",
@@ -543,6 +544,21 @@ def keys_of_sources(bench: Bench) -> bool:
         and [one.code for one in refused] == [2, 2, 2]
         and all(f"dataset.sources.b.{key}" in one.output for key, one in zip(KEYS_OF_HUB, refused, strict=True))
     )
+
+
+STREAM = (
+    f"--dataset={{name: text, files: {{texts}}/other.jsonl, {ALONE}, streaming: true}}",
+    "--training.train_iters=4",
+)
+
+
+def streamed(bench: Bench) -> bool:
+    """Nothing is cached, and the same rows come in another order."""
+    cache = "--dataset.cache_dir={tmp}/unused"
+    stream = bench.run(*STREAM, cache, "--training.global_batch_size=1")
+    assert stream.code == 0, stream.output
+    whole = bench.run(*STREAM, "--dataset.streaming=false", "--training.global_batch_size=1")
+    return not (bench.tmp_path / "unused").exists() and stream.losses() != whole.losses()
 
 
 KEYS_OF_HUB = ("hub_id", "hub_config", "split")
@@ -780,6 +796,10 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
         base=("--training.global_batch_size=1",),
     ),
     "hp.datasets.text.sources": keys_of_sources,
+    "hp.datasets.text.streaming": streamed,
+    "hp.datasets.text.block_documents": losses_differ(
+        "--dataset.block_documents=2", base=(*STREAM, "--training.global_batch_size=1")
+    ),
     "hp.datasets.text.temperature": data_differs("--dataset.temperature=4", base=SOURCES),
     "hp.datasets.text.field": data_differs("--dataset.field=title", base=OTHER),
     "hp.datasets.text.template": data_differs('--dataset.template="{title} {text}"', base=OTHER),
