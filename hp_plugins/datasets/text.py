@@ -113,9 +113,10 @@ def text(
     of them, counts them and says what is wrong with the first. `num_proc` processes encode, the run's own among them;
     their number changes nothing but the time.
 
-    With `streaming`, files or a data set on the Hub are encoded while the run reads them: each data rank takes every
-    so-manieth document (a line of JSON lines, or a row), packs `block_documents` of them at a time and shuffles their rows. A resumed run continues at
-    the exact row, on as many data ranks. Workers of the data loader encode ahead.
+    With `streaming`, files or a data set on the Hub are encoded while the run reads them: documents (lines of JSON
+    lines, or else rows) are dealt to the data ranks in turn, and each rank packs `block_documents` of its own at a
+    time and shuffles their rows. Workers of the data loader encode ahead. A resumed run continues at the exact row, on
+    as many data ranks.
     """
     given = {"megatron": megatron, "sources": sources, "temperature": temperature}
     block = block_size(streaming, block_documents, validation_fraction=validation_fraction, unstreamed=given)
