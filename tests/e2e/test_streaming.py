@@ -81,7 +81,6 @@ def test_another_number_of_data_ranks_is_refused_and_of_rows_in_a_micro_batch_is
         (("--dataset.streaming=false",), "dataset.block_documents: has no effect without streaming"),
         (("--dataset.megatron=x",), "dataset.megatron: can't be streamed"),
         (("--dataset.tokenizer={name: bpe, vocab_size: 280}",), "dataset.tokenizer: a tokenizer can't be learned from"),
-        (("--training.global_batch_size=3", "--training.micro_batch_size=2"), "leaves a part of a micro-batch"),
         (("--dataset.field=body",), "0.jsonl:1: the row has no field 'body'"),
     ],
 )
