@@ -14,7 +14,7 @@ from hp_core.config.target import Target
 from hp_core.model.replacement.replacer import ModuleReplacer
 from hp_core.parallel.context.sequence import SLICE, own_part
 from hp_core.parallel.environment import ProcessEnvironment
-from hp_core.testing.ranks import run_ranks
+from hp_core.testing.ranks import RankError, run_ranks
 from hp_core.testing.setups import tiny_setup
 from hp_plugins.replacements.sdpa_attention import SdpaAttention, sdpa_attention
 from tests.model.tiny import LLAMA, build
@@ -23,11 +23,7 @@ from tests.model.tiny import LLAMA, build
 POSITIONS = torch.cat([torch.arange(7), torch.arange(1), torch.arange(8)])[None]
 LENGTH = POSITIONS.shape[1]
 ALONE = [(attention, 1, None) for attention in ("sdpa", "eager", "sdpa_attention")]
-SHARED = [
-    *(("sdpa", 2, method) for method in ("all_gather", "ulysses", "ring")),
-    ("eager", 2, "all_gather"),
-    ("sdpa_attention", 2, "ring"),
-]
+SHARED = [("sdpa", 2, method) for method in ("all_gather", "ulysses", "ring")]
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,3 +85,15 @@ def test_documents_never_see_each_other(attention: str, cp: int, method: str | N
     assert max(first[1:]) <= 1e-6
     assert middle[1] > 1e-3
     assert max(middle[0], middle[2]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("attention", "said"),
+    [
+        ("eager", "context parallelism needs the attention of torch, and the model uses 'eager'"),
+        ("sdpa_attention", "llama: 2 of 2 layers don't use transformers' attention functions"),
+    ],
+)
+def test_attention_that_would_see_a_part_of_a_sequence_is_refused(attention: str, said: str) -> None:
+    with pytest.raises(RankError, match=f"accelerator.cp_size: {said}"):
+        run_ranks(differences, 2, attention, 2, "ring")
