@@ -96,7 +96,7 @@ def chat(name: str, function: ast.FunctionDef, documentation: str) -> list[dict[
     answer = documentation[:1200].rpartition("\n\n")[0] if len(documentation) > 1200 else documentation
     return [
         {"role": "user", "content": f"What does {name} do in Python?"},
-        {"role": "assistant", "content": answer or documentation.partition("\n\n")[0]},
+        {"role": "assistant", "content": (answer or documentation.partition("\n\n")[0]).strip()},
         {"role": "user", "content": "How is it called?"},
         {"role": "assistant", "content": f"{name}({ast.unparse(function.args)})"},
     ]

@@ -34,6 +34,7 @@ dataset:
   max_seq_len: {LENGTH}
   packing: best_fit
   tokenizer: {{name: pretrained, path: model}}
+plan_overrides: [{{match: "*.self_attn", replace_module: sdpa_attention}}]
 loss_fn: chunked_causal_lm
 optimizer: {{name: adamw, lr: 2e-5}}
 training:
