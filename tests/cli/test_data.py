@@ -100,6 +100,13 @@ def test_validation_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["num_documents"] == len(TEXTS)
 
 
+def test_of_a_stream_the_first_documents_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "recipe.yaml", "--dataset.streaming=true", "--dataset.block_documents=3", "--rows=9"]) == 0
+    out = capsys.readouterr().out
+    assert "train (the first documents of the stream): 2 rows of 8 tokens" in out
+    assert out.index("--- document 1 of the stream: 3 tokens") < out.index("--- document 3 of the stream: 3 tokens")
+
+
 def test_sources_have_counts_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     Path("other.jsonl").write_text('{"text": "xyz"}\n{"text": "uvw"}\n', encoding="utf-8")
     sources = "{a: {files: data.jsonl, weight: 1}, b: {files: other.jsonl, weight: 1}}"
