@@ -223,7 +223,8 @@ class StreamingRows:
 class StreamBatches:
     """One rank's micro-batches of a stream from `start` on, for `num_steps` steps of `rows_per_step` on all ranks.
 
-    `cursor` says where the rank stands after the micro-batch that was given last.
+    `cursor` says where the rank stands after the micro-batch that was given last. `report` tells what became of the
+    documents of all blocks since the start.
     """
 
     rows: StreamingRows
@@ -270,12 +271,15 @@ class StreamBatches:
                     raise InputError(
                         f"{stream.source.name}: an epoch of data rank {stream.rank} has nothing to predict"
                     )
-                faults.log()
                 faults, epoch, is_empty = Faults(stream.source.name), block.epoch, True
             before = faults.count
             faults.add_all(block.faults, block.num_faults)
             faults.require(self.rows.reading)
+            # At once: an epoch of a stream may never end.
+            Faults(stream.source.name, block.faults, block.num_faults).log()
             packed = self.rows.packed(block)
+            report = replace(packed.report, faulty_rows=block.num_faults)
+            self.report = report if self.report is None else DataReport.total([self.report, report])
             is_empty = is_empty and not len(packed)
             order = self._order(block, len(packed))
             for number in range(skipped, len(packed)):

@@ -24,7 +24,7 @@ from hp_core.training.accounting import MicroBatch, StepCounts, StepLoss, count_
 from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer, require_each_once, require_savable
 from hp_core.training.columns import column_arguments
 from hp_core.training.evaluation import Evaluation, evaluate
-from hp_core.training.feeding import SourceCounts, cursors_of, feed_of
+from hp_core.training.feeding import SourceCounts, feed_of, keep_cursors
 from hp_core.training.gradients import clip, norm_and_count
 from hp_core.training.in_stages import of_one_length
 from hp_core.training.loss import LossContract
@@ -383,6 +383,6 @@ class BaseTrainer:
 
     def _save(self) -> None:
         """Write a checkpoint of everything that resuming needs."""
-        self.run.state.cursors = cursors_of(self.batches, self.setup)
+        keep_cursors(self.batches, self.run)
         path = save(self.run, *self._restored, self.datasets.train.fingerprint)
         self.run.plugins.hook.on_checkpoint(run=self.run, path=path)

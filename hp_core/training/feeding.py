@@ -11,7 +11,6 @@ from hp_core.data.rows import WithEmptyRow
 from hp_core.data.streaming import Cursor, StreamBatches, StreamingRows, StreamOrder
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.agreement import gathered
-from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.run import Run
 from hp_core.training.schedule import steps_left
 from hp_core.training.state import RunState
@@ -72,12 +71,17 @@ def _stream_feed(rows: StreamingRows, run: Run) -> Feed:
     return Feed(StreamOrder(batches), batches, training.train_iters, last_step)
 
 
-def cursors_of(batches: StepBatches | StreamBatches, setup: DistributedSetup) -> list[list[int]]:
-    """Where each data rank stands in streamed data, for a checkpoint; none for other data. Every rank calls it."""
+def keep_cursors(batches: StepBatches | StreamBatches, run: Run) -> None:
+    """Bring up to date where each data rank stands in streamed data, before a checkpoint. Every rank calls it.
+
+    The manifest tells what became of the documents that the main rank has read since this process began.
+    """
     if not isinstance(batches, StreamBatches):
-        return []
-    by_rank = dict(gathered((setup.dp_rank, list(astuple(batches.cursor))), setup))
-    return [by_rank[rank] for rank in range(setup.dp_size)]
+        return
+    by_rank = dict(gathered((run.setup.dp_rank, list(astuple(batches.cursor))), run.setup))
+    run.state.cursors = [by_rank[rank] for rank in range(run.setup.dp_size)]
+    if batches.report is not None:
+        run.record(streamed=batches.report.as_dict())
 
 
 class SourceCounts:

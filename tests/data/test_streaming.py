@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_core.data.fields import RowText
+from hp_core.data.hub import HubSource
 from hp_core.data.layout import Layout
 from hp_core.data.reading import Reading
 from hp_core.data.sources import FileSource
@@ -22,6 +23,7 @@ from hp_core.data.text import TextEncoder
 from hp_core.errors import InputError
 from hp_plugins.collators.rows import rows
 from hp_plugins.dataloaders.torch_loader import torch_loader
+from hp_plugins.datasets.text import text
 from hp_plugins.tokenizers.byte_level import byte_tokenizer
 
 
@@ -181,9 +183,13 @@ def test_a_faulty_row_ends_the_run_where_it_is_reached(tmp_path: Path, workers: 
     assert "Traceback" not in str(caught.value)
 
 
-def test_faulty_rows_are_left_out_up_to_the_limit_of_an_epoch(tmp_path: Path) -> None:
+def test_faulty_rows_are_left_out_up_to_the_limit_of_an_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = faulty(tmp_path)
-    found = read(batches_of([path], num_steps=12, block=2, on_error="skip", max_errors=3), 12)
+    batches = batches_of([path], num_steps=12, block=2, on_error="skip", max_errors=3)
+    found = read(batches, 12)
+    assert batches.report is not None
+    assert (batches.report.documents, batches.report.faulty_rows) == (12, 3)
+    assert "a.jsonl:7: not valid JSON" in caplog.text
     assert [sorted(numbers(found)[half]) for half in (np.s_[:6], np.s_[6:])] == [list(range(6))] * 2
     with pytest.raises(InputError, match=r"more faulty rows than the 2 of max_errors; the first:\n.*a\.jsonl:7"):
         read(batches_of([path], num_steps=12, block=2, on_error="skip", max_errors=2), 12)
@@ -233,3 +239,20 @@ def test_the_fingerprint_follows_what_is_read_and_how(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("0003", "0033"))
     others.add(batches_of([path]).rows.fingerprint)
     assert len(others | {base}) == 5
+
+
+def test_a_data_set_of_the_hub_is_streamed_from_any_row(tmp_path: Path) -> None:
+    write(tmp_path, 2, 9)
+    source = HubSource(str(tmp_path), None, "train")
+    every = [row for unit in source.units(("text",)) for row in unit()]
+    assert [row.fields for row in every] == [{"text": f"{number:04d}"} for number in (0, 2, 4, 6, 8, 1, 3, 5, 7)]
+    for skip in (1, 5, 9):
+        assert [row for unit in source.units(("text",), skip) for row in unit()] == every[skip:]
+    assert every[6].location == f"{tmp_path} (train): row 7"
+    first = source.stream_fingerprint
+    assert HubSource(str(tmp_path), None, "train").stream_fingerprint == first
+    datasets = text(hub_id=str(tmp_path), streaming=True, max_seq_len=5, packing="none", tokenizer=byte_tokenizer())
+    streamed = datasets.train.streamed
+    assert streamed is not None
+    batches = StreamBatches(streamed, Cursor(), 9, 1, 1, 5)
+    assert sorted(numbers(read(batches, 9))) == list(range(9))

@@ -9,7 +9,7 @@ import pytest
 
 from hp_core.observe.trackers import read_metrics
 from hp_core.testing.ranks import RankError
-from tests.e2e.runs import hp_train_here, recipe, steps, train
+from tests.e2e.runs import hp_train_here, manifest, recipe, steps, train
 
 SETTINGS = ("--training={train_iters: 7, global_batch_size: 4, seed: 3}",)
 
@@ -95,5 +95,7 @@ def test_a_stream_is_evaluated_on_files_of_its_own(path: Path, tmp_path: Path) -
     changes = (f"--dataset.validation_files={tmp_path}/1.jsonl", "--training.train_iters=1")
     (row, evaluation) = train(path, *SETTINGS, *changes)
     assert row["step"] == evaluation["step"] == 1
+    told = manifest(tmp_path / "run")["streamed"]
+    assert (told["documents"], told["split_documents"]) == (5, 1)
     # Every byte but a document's first, and its end.
     assert evaluation["eval_tokens"] == sum(3 * (1 + one % 7) for one in range(1, 23, 2))
