@@ -161,6 +161,16 @@ def test_calls_that_a_template_leaves_out_are_refused(name: str) -> None:
         encode(encoder(STYLES[name]), CALLED)
 
 
+def test_a_content_beside_calls_is_trained_or_refused() -> None:
+    both = [dict(turn) for turn in CALLED]
+    both[1]["content"] = "Let me look."
+    check(STYLES["qwen_3"], both, {1, 3}, encode(encoder(STYLES["qwen_3"]), both))
+    with pytest.raises(
+        InputError, match=r"messages\[1\]\.content: the chat template leaves it out beside the tool calls"
+    ):
+        encode(encoder(STYLES["mistral"]), both)
+
+
 def test_tools_are_in_the_prompt_or_refused() -> None:
     tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
     style = STYLES["qwen_3"]
