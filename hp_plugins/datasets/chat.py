@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from hp_core.data.build import Part, build_datasets
+from hp_core.data.build import Part, build_datasets, build_stream
 from hp_core.data.cache import cache_directory
 from hp_core.data.chat.encoder import ChatEncoder, ChatSettings, TrainOn
 from hp_core.data.chat.formats import ConversationFormat, FormatName, named_format
@@ -17,11 +17,12 @@ from hp_core.data.chat.mapping import mapped_format
 from hp_core.data.chat.template import ChatTokenizer
 from hp_core.data.columns import RowColumns
 from hp_core.data.layout import Layout
-from hp_core.data.protocols import Datasets, Tokenizer, TrainableTokenizer
+from hp_core.data.protocols import Datasets, MeshContext, Tokenizer, TrainableTokenizer
 from hp_core.data.reading import Reading
 from hp_core.data.sources import FileSource, expand_files
 from hp_core.errors import ArgumentError
 from hp_plugins.datasets.arguments import (
+    BlockDocuments,
     CacheDir,
     FaultyRows,
     LongDocuments,
@@ -29,7 +30,9 @@ from hp_plugins.datasets.arguments import (
     MaxSeqLen,
     NumProc,
     PackingRule,
+    Streaming,
     ValidationFraction,
+    block_size,
 )
 from hp_plugins.datasets.sources import Files, HubConfig, HubId, SourceSpec, Split, Temperature, require_named, rows_of
 
@@ -89,8 +92,11 @@ def chat(
     num_proc: NumProc = None,
     on_error: FaultyRows = "fail",
     max_errors: MaxErrors = None,
+    streaming: Streaming = False,
+    block_documents: BlockDocuments = None,
     *,
     tokenizer: Tokenizer | TrainableTokenizer | None,
+    mesh_context: MeshContext | None = None,
 ) -> Datasets:
     """Conversations, as a chat template renders them; each answer and its stop token are targets, and nothing else.
 
@@ -104,12 +110,16 @@ def chat(
     with `train: false` isn't trained. With `token_weights`, a turn's `weight` is what each of its tokens counts for.
 
     Conversations of more than `max_seq_len` tokens are left out and counted, unless `length_policy` says otherwise.
-    All other arguments are those of `text`.
+    All other arguments are those of `text`, streams included.
     """
     if not isinstance(tokenizer, ChatTokenizer):
         what = "none is given" if tokenizer is None else f"a {type(tokenizer).__name__} has no chat template"
         hint = "write `tokenizer: {name: pretrained, path: …}`"
         raise ArgumentError("tokenizer", f"chats need a finished tokenizer with special tokens: {what}", hint)
+    unstreamed = {"sources": sources, "temperature": temperature}
+    block = block_size(streaming, block_documents, validation_fraction=validation_fraction, unstreamed=unstreamed)
+    if block is not None and num_proc is not None and validation_files is None:
+        raise ArgumentError("num_proc", "has no effect on streamed data", "set dataloader.num_workers")
     settings = ChatSettings(
         named_format("messages"),
         train_on,
@@ -128,15 +138,29 @@ def chat(
         raise ArgumentError("temperature", "has no effect without sources", "remove it")
     else:
         parts = [_part("", ChatSource(**alone), settings)]
-    datasets = build_datasets(
-        parts,
-        tokenizer=tokenizer,
-        layout=Layout(max_seq_len, packing, length_policy),
-        reading=Reading(cache_directory(cache_dir), num_proc, on_error, max_errors),
-        validation_fraction=validation_fraction,
-        validation_parts=_validation_parts(validation_files, sources, settings, format, mapping),
-        temperature=temperature,
-    )
+    layout = Layout(max_seq_len, packing, length_policy)
+    reading = Reading(cache_directory(cache_dir), num_proc, on_error, max_errors)
+    validation_parts = _validation_parts(validation_files, sources, settings, format, mapping)
+    if block is None:
+        datasets = build_datasets(
+            parts,
+            tokenizer=tokenizer,
+            layout=layout,
+            reading=reading,
+            validation_fraction=validation_fraction,
+            validation_parts=validation_parts,
+            temperature=temperature,
+        )
+    else:
+        datasets = build_stream(
+            parts[0],
+            tokenizer=tokenizer,
+            layout=layout,
+            reading=reading,
+            block_documents=block,
+            mesh_context=mesh_context or MeshContext(),
+            validation_parts=validation_parts,
+        )
     if chat_template is None:
         return datasets
     return replace(datasets, tokenizer=tokenizer.with_chat_template(chat_template))

@@ -146,6 +146,15 @@ def errors(bench: Any) -> bool:
     return (bench.run(chats("faulty_chats")).code, limited.code, skipped["train"]["faulty_rows"]) == (2, 2, 2)
 
 
+def streams(bench: Any) -> bool:
+    """Nothing is cached, and blocks of other sizes are shuffled otherwise."""
+    base = (chats(streaming="true"), "--training={train_iters: 4, global_batch_size: 1}")
+    unused = bench.run(*base, "--dataset.cache_dir={tmp}/no_chats")
+    assert unused.code == 0, unused.output
+    blocks = bench.run(*base, "--dataset.block_documents=3")
+    return not (bench.tmp_path / "no_chats").exists() and unused.losses() != blocks.losses()
+
+
 def cached(bench: Any) -> bool:
     data_of(bench, chats(), "--dataset.cache_dir={tmp}/chats_here")
     return (bench.tmp_path / "chats_here").is_dir()
@@ -165,5 +174,7 @@ CHAT_KEYS: dict[str, Callable[[Any], bool]] = {
         "on_error": errors,
         "max_errors": errors,
         "cache_dir": cached,
+        "streaming": streams,
+        "block_documents": streams,
     }.items()
 }

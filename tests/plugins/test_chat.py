@@ -201,6 +201,19 @@ def test_rows_of_csv_are_read_too(tmp_path: Path) -> None:
     assert found == ["It is this.<|im_end|>", "007<|im_end|>"]
 
 
+def test_chats_can_be_streamed(tmp_path: Path) -> None:
+    rows: Any = build(tmp_path, ROWS, streaming=True, packing="none").train
+    first = rows[0]
+    spelled = STYLES["chatml"].tokenizer().spell(kept(first["labels"].tolist()))
+    assert spelled in {"".join(expected_runs(STYLES["chatml"], turns, set(answers(turns)))) for turns in CHATS.values()}
+    assert not (tmp_path / "cache").exists()
+    for refused, value in (("validation_fraction", 0.5), ("temperature", 2.0), ("num_proc", 2)):
+        with pytest.raises(ArgumentError, match=f"^{refused}: "):
+            build(tmp_path, ROWS, streaming=True, **{refused: value})
+    with pytest.raises(ArgumentError, match=r"^block_documents: has no effect without streaming"):
+        build(tmp_path, ROWS, block_documents=3)
+
+
 def test_sources_have_formats_of_their_own(tmp_path: Path) -> None:
     first = write(tmp_path / "one.jsonl", [{"messages": CHATS["one turn"]}])
     second = write(tmp_path / "two.jsonl", [{"q": "x", "a": "y"}])
