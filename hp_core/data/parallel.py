@@ -24,7 +24,7 @@ from hp_core.data.writing import EncodedBatch, batches, encode_batch
 from hp_core.errors import HpError, InputError, RunError
 
 # Starting processes takes a second or more: data that is encoded sooner needs none.
-PAYS_AFTER_SECONDS = 2.0
+PAYS_AFTER_SECONDS = 1.0
 # Batches that a process has at a time, so that it needn't wait for the next.
 _QUEUED = 2
 # Results that wait for an earlier one, for each process: at least what one encodes while another starts.
