@@ -39,12 +39,17 @@ BlockDocuments = Annotated[
 
 
 def block_size(
-    streaming: bool, block_documents: int | None, *, validation_fraction: float, unstreamed: Mapping[str, object]
+    streaming: bool,
+    block_documents: int | None,
+    *,
+    validation_fraction: float,
+    num_proc: int | None,
+    unstreamed: Mapping[str, object],
 ) -> int | None:
     """How many documents a block of a stream has; None for data that isn't streamed.
 
-    `unstreamed` are arguments that have no effect on a stream, by name. Raises `ArgumentError` for those that are
-    given, and for `block_documents` without a stream.
+    `num_proc` is None where validation files are encoded beforehand. `unstreamed` are arguments that have no effect on
+    a stream, by name. Raises `ArgumentError` for those that are given, and for `block_documents` without a stream.
     """
     if not streaming:
         if block_documents is not None:
@@ -53,6 +58,8 @@ def block_size(
     if validation_fraction:
         hint = "name validation_files, or leave streaming out"
         raise ArgumentError("validation_fraction", "none of streamed data can be held out, as it isn't known", hint)
+    if num_proc is not None:
+        raise ArgumentError("num_proc", "has no effect on streamed data", "set dataloader.num_workers")
     given = next((name for name, value in unstreamed.items() if value is not None), None)
     if given is not None:
         raise ArgumentError(given, "can't be streamed", "leave streaming out, or stream one set of files or hub_id")

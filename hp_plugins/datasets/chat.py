@@ -117,9 +117,13 @@ def chat(
         hint = "write `tokenizer: {name: pretrained, path: …}`"
         raise ArgumentError("tokenizer", f"chats need a finished tokenizer with special tokens: {what}", hint)
     unstreamed = {"sources": sources, "temperature": temperature}
-    block = block_size(streaming, block_documents, validation_fraction=validation_fraction, unstreamed=unstreamed)
-    if block is not None and num_proc is not None and validation_files is None:
-        raise ArgumentError("num_proc", "has no effect on streamed data", "set dataloader.num_workers")
+    block = block_size(
+        streaming,
+        block_documents,
+        validation_fraction=validation_fraction,
+        num_proc=num_proc if validation_files is None else None,
+        unstreamed=unstreamed,
+    )
     settings = ChatSettings(
         named_format("messages"),
         train_on,

@@ -119,9 +119,13 @@ def text(
     as many data ranks.
     """
     given = {"megatron": megatron, "sources": sources, "temperature": temperature}
-    block = block_size(streaming, block_documents, validation_fraction=validation_fraction, unstreamed=given)
-    if block is not None and num_proc is not None and validation_files is None:
-        raise ArgumentError("num_proc", "has no effect on streamed data", "set dataloader.num_workers")
+    block = block_size(
+        streaming,
+        block_documents,
+        validation_fraction=validation_fraction,
+        num_proc=num_proc if validation_files is None else None,
+        unstreamed=given,
+    )
     numbers = RowColumns.of(columns)
     alone: dict[str, Any] = {"files": files, "hub_id": hub_id, "hub_config": hub_config, "split": split}
     alone |= {"megatron": megatron, "field": field, "template": template}

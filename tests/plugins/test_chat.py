@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from hp_core.data import parallel, writing
-from hp_core.data.protocols import Datasets, RowDataset
+from hp_core.data.protocols import Datasets, MeshContext, RowDataset
+from hp_core.data.streaming import Cursor, StreamBatches
 from hp_core.errors import ArgumentError, InputError
 from hp_plugins.datasets.chat import ChatSource, chat
 from hp_plugins.tokenizers.bpe import bpe
@@ -285,3 +286,24 @@ def test_a_template_of_the_recipe_is_used_and_saved(tmp_path: Path) -> None:
 def test_arguments_that_do_not_fit_are_refused(tmp_path: Path, arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{problem}"):
         build(tmp_path, ROWS, **arguments)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_streamed_conversations_are_those_of_a_whole_set(tmp_path: Path, size: int) -> None:
+    """With weights, which a stream has to carry from block to row."""
+    whole = build(tmp_path, ROWS, token_weights=True, packing="none")
+    streams = []
+    for rank in range(size):
+        mesh_context = MeshContext(rank, size, rank, size)
+        settings = {"token_weights": True, "packing": "none", "streaming": True, "block_documents": 3}
+        streamed = build(tmp_path, ROWS, mesh_context=mesh_context, **settings).train.streamed
+        assert streamed is not None
+        assert streamed.columns == ("token_weights",)
+        count = len(range(rank, len(ROWS), size))
+        batches = StreamBatches(streamed, Cursor(), count, size, 1, 5)
+        streams += [sample for given in batches.taken_from(streamed.stream.blocks(Cursor())) for sample in given]
+
+    def content(row: Any) -> tuple[list[float], ...]:
+        return tuple(row[name].tolist() for name in ("input_ids", "labels", "token_weights"))
+
+    assert sorted(map(content, streams)) == sorted(content(whole.train[number]) for number in range(len(whole.train)))
