@@ -24,6 +24,7 @@ from hp_core.data.records import Encoded, Row
 from hp_core.data.text import TextEncoder
 from hp_core.data.tokens import TokenStore, build_tokens
 from hp_core.errors import ArgumentError, InputError, Problem, RunError
+from hp_core.parallel.tiny import tiny_setup
 from hp_core.testing.ranks import run_ranks
 from tests.conftest import ROOT
 from tests.data.helpers import CharTokenizer, ListSource, SlowTokenizer, text_encoder
@@ -225,7 +226,9 @@ def build_in_rank(environment: Any, folder: str) -> tuple[str, int, list[int]]:
     writing._BATCH_ROWS = 4
     encoder = text_encoder(SlowTokenizer(seconds=0.02, log=f"{folder}/log"))
     source = ListSource([f"text {number}" for number in range(400)])
-    store = build_tokens(source, encoder, Reading(Path(folder), num_proc=2))
+    with tiny_setup(environment) as setup:
+        store = build_tokens(source, encoder, Reading(Path(folder), num_proc=2))
+        assert setup.sum_on_host([1]) == [2]
     return store.key, source.passes, store.lengths.tolist()
 
 
