@@ -35,9 +35,14 @@ def tokens_of(micro_batches: Sequence[MicroBatch]) -> torch.Size:
 
 
 def of_one_length(inputs: Sequence[Inputs]) -> list[Inputs]:
-    """Model and loss inputs of a step with their rows padded to the longest, as documents of their own."""
+    """Model and loss inputs of a step with their rows padded to one length, as documents of their own.
+
+    The longest is rounded up by a sixteenth at most (or to 8): each length has a schedule, and few of them are kept.
+    """
     lengths = [loss_inputs["labels"].shape[1] for _, loss_inputs in inputs]
-    return [padded(*one, max(lengths) - length) for one, length in zip(inputs, lengths, strict=True)]
+    granule = max(8, (1 << max(lengths).bit_length()) // 32)
+    length = -(-max(lengths) // granule) * granule
+    return [padded(*one, length - own) for one, own in zip(inputs, lengths, strict=True)]
 
 
 def with_gradient_of(hidden: torch.Tensor, terms: Sequence[torch.Tensor]) -> torch.Tensor:
