@@ -23,7 +23,7 @@ from hp_core.errors import ArgumentError, InputError
 
 TrainOn = Literal["assistant", "last", "all"]
 
-_RULE_VERSION = 1
+_RULE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ChatEncoder:
             _RULE_VERSION,
             self.tokenizer.fingerprint,
             self.template.fingerprint,
-            repr(settings.format),
+            settings.format.identity,
             settings.train_on,
             settings.has_weights,
             "columns",

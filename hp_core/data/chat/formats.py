@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
 from hp_core.data.chat.conversation import (
@@ -51,13 +52,29 @@ class ConversationFormat(Protocol):
         """The columns that are read."""
         ...
 
+    @property
+    def identity(self) -> str:
+        """What changes the conversations of the same rows, for a fingerprint: the same in every process."""
+        ...
+
     def __call__(self, fields: Mapping[str, Any]) -> Conversation:
         """The conversation. Raises `RowError` for what is missing, of another type or unknown."""
         ...
 
 
 @dataclass(frozen=True)
-class Turns:
+class _Identified:
+    """A format all of whose settings change what it makes of a row."""
+
+    @property
+    def identity(self) -> str:
+        """Its kind and its settings."""
+        # Sorted, because the order of a set depends on the process.
+        return json.dumps([type(self).__name__, asdict(self)], sort_keys=True, default=sorted)
+
+
+@dataclass(frozen=True)
+class Turns(_Identified):
     """A column that lists the turns, each an object with a role and a content.
 
     `keys` are the row's words for what a turn holds (`content`, `train`, `weight` and those of `EXTRAS`). A key of a
@@ -149,7 +166,7 @@ _ANSWER_EXTRAS = ("tool_calls", "reasoning_content")
 
 
 @dataclass(frozen=True)
-class Columns:
+class Columns(_Identified):
     """One question and its answer in columns of their own, maybe with turns before them.
 
     `user` are columns whose texts are joined by a line end; those that are empty or, of `optional`, missing are left
@@ -194,7 +211,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class PromptCompletion:
+class PromptCompletion(_Identified):
     """A `prompt` and its `completion`, each a text or a list of turns; answers in the prompt are not trained."""
 
     turns: Turns = field(default_factory=Turns)

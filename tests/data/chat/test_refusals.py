@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import os
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -180,6 +183,29 @@ def test_an_encoder_can_be_sent_to_a_process() -> None:
     assert isinstance(fault, InputError)
     assert str(fault) == "a:2: messages: the conversation is empty"
     assert pickle.loads(pickle.dumps(built)).fingerprint == built.fingerprint
+
+
+def test_the_fingerprint_is_the_same_in_every_process() -> None:
+    """Sets have another order in each, unless the seed of their hashes is given."""
+    program = (
+        "from hp_core.data.chat.encoder import ChatEncoder, ChatSettings\n"
+        "from hp_core.data.chat.formats import named_format\n"
+        "from tests.data.chat.styles import STYLES\n"
+        "for name in ('messages', 'sharegpt', 'alpaca', 'prompt_completion'):\n"
+        "    print(ChatEncoder.of(ChatSettings(named_format(name)), STYLES['chatml'].tokenizer()).fingerprint)\n"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split()
+        for seed in ("1", "2")
+    ]
+    assert len(set(found[0])) == 4
+    assert found[0] == found[1]
 
 
 def test_whatever_changes_ids_or_masks_changes_the_fingerprint() -> None:
