@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_core.data.columns import float32_fault
 from hp_core.data.fields import RowText
 from hp_core.data.fingerprint import fingerprint
 from hp_core.data.megatron import MegatronSource, MegatronStore
@@ -107,6 +108,8 @@ def build_stream(
     if not isinstance(part.source, StreamingSource):
         raise ArgumentError("streaming", f"{part.source.name!r} can't be streamed", "remove it")
     encoder = part.encoder(tokenizer)
+    if encoder.has_weights:
+        _require_free_name(encoder.columns)
     stream = BlockStream(part.source, encoder, block_documents, mesh_context.dp_rank, mesh_context.dp_size)
     validation: WithEmptyRow | None = None
     if validation_parts:
@@ -166,9 +169,11 @@ def _rows(
             raise InputError(_nothing_to_predict(split.role, part, plan.report, layout))
         if plan.num_rows == 0:
             continue
-        if is_weighted and WEIGHTS in store.columns:
-            raise ArgumentError("columns", f"{WEIGHTS!r} is what the weights of tokens and sources are called")
-        loss_weight = part.loss_weight if is_weighted else None
+        loss_weight: float | None = None
+        if is_weighted:
+            _require_free_name(store.columns)
+            _require_weights_held(part, store)
+            loss_weight = part.loss_weight
         packed.append(PackedRows(store, plan, eos_id=eos_id, loss_weight=loss_weight))
         names.append(part.name)
     if not packed:
@@ -177,6 +182,26 @@ def _rows(
         return WithEmptyRow(packed[0])
     mixture = _mixture(split.parts, packed, temperature) if split.role == "training" else None
     return WithEmptyRow(MixedRows(packed, names, mixture))
+
+
+def _require_free_name(columns: Sequence[str]) -> None:
+    if WEIGHTS in columns:
+        raise ArgumentError("columns", f"{WEIGHTS!r} is what the weights of tokens and sources are called")
+
+
+def _require_weights_held(part: Part, store: TokenStore | MegatronStore) -> None:
+    """Refuse a loss weight that, multiplied by some token's own, would be infinite or 0 in the rows."""
+    path = f"sources.{part.name}.loss_weight"
+    if (fault := float32_fault(part.loss_weight)) is not None:
+        raise ArgumentError(path, fault)
+    if part.loss_weight == 1 or store.weights is None:
+        return
+    own = store.weights[store.weights > 0]
+    for weight in (float(own.min()), float(own.max())) if len(own) else ():
+        with np.errstate(over="ignore", under="ignore"):
+            product = np.float32(weight) * np.float32(part.loss_weight)
+        if product == 0 or not np.isfinite(product):
+            raise ArgumentError(path, f"times the weight {weight:g} of a token is {product:g} in float32")
 
 
 def _mixture(parts: Sequence[Part], packed: Sequence[PackedRows], temperature: float | None) -> Mixture | None:

@@ -56,7 +56,7 @@ def _number(row: Row, name: str) -> float:
     value = field_of(row, name)
     if isinstance(value, str) and not row.is_typed:
         value = _parse(value)
-    fault = _fault(value)
+    fault = float32_fault(value)
     if fault is not None:
         raise InputError(f"{row.location}: column {name!r} {fault}")
     return float(value)
@@ -73,7 +73,7 @@ def _parse(text: str) -> Any:
     return int(written) if written.lstrip("+-").isdigit() and len(written) < 100 else float(written)
 
 
-def _fault(value: Any) -> str | None:
+def float32_fault(value: Any) -> str | None:
     """What keeps a value from being a float32, or None."""
     if value is None:
         return "is null; every document needs a number"

@@ -153,6 +153,26 @@ def test_weights_come_as_a_column(tmp_path: Path) -> None:
         build(tmp_path, [{"messages": turns}])
 
 
+@pytest.mark.parametrize(("weight", "loss_weight", "product"), [(2.0**100, 2.0**100, "inf"), (1e-30, 1e-30, "0")])
+def test_weights_whose_product_float32_cannot_hold_are_refused(
+    tmp_path: Path, weight: float, loss_weight: float, product: str
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": weight}]}]
+    sources = {"one": ChatSource(files=write(tmp_path / "one.jsonl", rows), loss_weight=loss_weight)}
+    problem = rf"^sources\.one\.loss_weight: times the weight \S+ of a token is {product} in float32"
+    with pytest.raises(ArgumentError, match=problem):
+        chat(sources=sources, token_weights=True, tokenizer=STYLES["chatml"].tokenizer())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_cannot_be_called_as_the_weights_are(tmp_path: Path, streaming: bool) -> None:
+    rows = [{**row, "token_weights": 7} for row in ROWS]
+    named = {"columns": ["token_weights"], "streaming": streaming}
+    with pytest.raises(ArgumentError, match=r"^columns: 'token_weights' is what the weights of tokens"):
+        build(tmp_path, rows, token_weights=True, **named)
+    assert build(tmp_path, rows, **named).train[0]["token_weights"].max() == 7  # type: ignore[typeddict-item]
+
+
 def test_conversations_without_a_target_are_counted_and_left_out(tmp_path: Path) -> None:
     silent = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b", "train": False}]
     report = build(tmp_path, [{"messages": silent}, *ROWS]).train.report

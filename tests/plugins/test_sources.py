@@ -155,6 +155,8 @@ def test_documents_of_megatron_that_are_not_closed_stay_so(tmp_path: Path) -> No
             "validation_files",
             "that of the sources differs",
         ),
+        ({"a": {"files": "{web}", "loss_weight": 1e39}}, {}, "sources.a.loss_weight", "beyond the range of float32"),
+        ({"a": {"files": "{web}", "loss_weight": 1e-50}}, {}, "sources.a.loss_weight", "float32 would round to 0"),
         ({"a": {"megatron": "{m}"}}, {"columns": ["score"]}, "columns", "have no fields to take numbers from"),
         ({"a": {"megatron": "{m}"}}, {"tokenizer": bpe(vocab_size=280)}, "tokenizer", "can't be learned from 'a'"),
     ],

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hp_core.data.columns import float32_fault
 from hp_core.spelling import did_you_mean
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -130,6 +131,8 @@ def weight_of(value: Any, path: str) -> float:
         raise RowError(path, f"is {value!r}, not a number")
     if not math.isfinite(value) or value < 0:
         raise RowError(path, f"is {value}, not a finite number from 0 on")
+    if (fault := float32_fault(value)) is not None:
+        raise RowError(path, fault)
     return float(value)
 
 
@@ -149,6 +152,8 @@ def parsed(value: Any, path: str) -> Any:
         return json.loads(value)
     except ValueError as error:
         raise RowError(path, f"is text that is not JSON: {error}") from error
+    except RecursionError as error:
+        raise RowError(path, "is JSON text that is nested too deep") from error
 
 
 def role_of(value: Any, path: str, roles: Mapping[str, str]) -> str:

@@ -143,6 +143,8 @@ class ChatEncoder:
             return _at(row, error)
         except InputError as error:
             return error
+        except RecursionError:
+            return InputError(f"{row.location}: the row is nested too deep")
         everything = self.settings.train_on == "all"
         path = conversation.messages[-1].path
         return _Read(marked, weights, everything, document_hash(content), values, path)

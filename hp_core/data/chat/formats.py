@@ -138,12 +138,11 @@ class Turns(_Identified):
     def _extras(self, turn: Mapping[str, Any], path: str) -> dict[str, Any]:
         extras: dict[str, Any] = {}
         for name in EXTRAS:
-            value = self._value(turn, name)
-            if value is None and name == "reasoning_content" and not self.takes_any_key:
-                value = next((turn[one] for one in _REASONING_NAMES if turn.get(one) is not None), None)
+            key = self._thought(turn, path) if name == "reasoning_content" else self.keys.get(name)
+            value = None if key is None else turn.get(key)
             if value is None:
                 continue
-            place = f"{path}.{self.keys[name]}"
+            place = f"{path}.{key}"
             if name == "tool_calls":
                 value = tool_calls_of(value, place)
             elif not isinstance(value, str):
@@ -151,6 +150,16 @@ class Turns(_Identified):
             if value:
                 extras[name] = value
         return extras
+
+    def _thought(self, turn: Mapping[str, Any], path: str) -> str | None:
+        """The key of the turn's thought, if it may have one."""
+        if self.takes_any_key:
+            return self.keys.get("reasoning_content")
+        given = [one for one in _REASONING_NAMES if turn.get(one) not in (None, "")]
+        for other in given[1:]:
+            if turn[other] != turn[given[0]]:
+                raise RowError(f"{path}.{other}", f"is another thought than that under {given[0]!r}; a turn has one")
+        return given[0] if given else None
 
     def _refuse_unknown(self, turn: Mapping[str, Any], path: str) -> None:
         known = (self.role, self.content, *self.keys.values(), *_REASONING_NAMES)

@@ -77,6 +77,12 @@ def test_sharegpt() -> None:
         assert read("sharegpt", conversations=turns, system=system).messages[0].role == "user"
 
 
+def test_one_thought_may_stand_under_several_names() -> None:
+    for thoughts in ({"reasoning": "hm", "thinking": "hm"}, {"reasoning_content": "", "thinking": "hm"}):
+        answer = read("messages", messages=[ASK, {**ANSWER, **thoughts}]).messages[1]
+        assert answer.extras == {"reasoning_content": "hm"}
+
+
 def test_alpaca() -> None:
     full = read("alpaca", instruction="add", input="1 and 2", output="3", system="count", history=[["a?", "b"]])
     assert pairs(full) == [
@@ -184,6 +190,14 @@ def test_mappings_that_do_not_work_are_refused(mapping: dict[str, Any], problem:
             [ASK, {**ANSWER, "tool_calls": [{**CALL, "kind": 1}]}],
             r"messages\[1\].tool_calls\[0\].kind: is unknown",
         ),
+        ([ASK, {**ANSWER, "thinking": 3}], r"messages\[1\].thinking: is a number, not text"),
+        (
+            [ASK, {**ANSWER, "reasoning": "hm", "thinking": "well"}],
+            r"messages\[1\].thinking: is another thought than that under 'reasoning'; a turn has one",
+        ),
+        ([ASK, {**ANSWER, "weight": 1e300}], r"messages\[1\].weight: is beyond the range of float32"),
+        ([ASK, {**ANSWER, "weight": 1e-50}], r"messages\[1\].weight: is 1e-50, which float32 would round to 0"),
+        ("[" * 100_000, "messages: is JSON text that is nested too deep"),
         ([{**ASK, "name": 3}, ANSWER], r"messages\[0\].name: is a number, not text"),
         ([{**ASK, "mood": "good"}, ANSWER], r"messages\[0\].mood: unknown key; with a `mapping`"),
     ],

@@ -185,6 +185,16 @@ def test_an_encoder_can_be_sent_to_a_process() -> None:
     assert pickle.loads(pickle.dumps(built)).fingerprint == built.fingerprint
 
 
+def test_a_row_that_is_nested_too_deep_is_faulty() -> None:
+    deep: Any = {}
+    for _ in range(20_000):
+        deep = {"items": deep}
+    row = Row("a:1", {"messages": chat("a?", "b"), "tools": [{"name": "find", "parameters": deep}]})
+    (fault,) = build(CHATML).encode([row])
+    assert isinstance(fault, InputError)
+    assert str(fault) == "a:1: the row is nested too deep"
+
+
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
     """Sets have another order in each, unless the seed of their hashes is given."""
     program = (
