@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from hp_core.data.records import Place, Row
+from hp_core.data.records import Place, Row, columns_to_read
 from hp_core.data.units import BrokenFileError, Unit
 from hp_core.errors import InputError
 
@@ -22,7 +22,7 @@ def read_parquet(path: Path, fields: Sequence[str], part: int) -> Iterator[Unit]
 
     try:
         with pq.ParquetFile(path) as file:
-            columns = _used_columns(file.schema_arrow.names, fields)
+            columns = columns_to_read(file.schema_arrow.names, fields)
             yield from _rows(path, part, file.iter_batches(batch_size=_BATCH_ROWS, columns=columns))
     except (pa.ArrowException, OSError) as error:
         raise _broken(path, "Parquet", error) from error
@@ -41,7 +41,7 @@ def read_arrow(path: Path, fields: Sequence[str], part: int) -> Iterator[Unit]:
                 batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
             else:
                 reader = batches = pa.ipc.open_stream(source)
-            columns = _used_columns(reader.schema.names, fields)
+            columns = columns_to_read(reader.schema.names, fields)
             yield from _rows(path, part, (batch if columns is None else batch.select(columns) for batch in batches))
     except (pa.ArrowException, OSError) as error:
         raise _broken(path, "Arrow", error) from error
@@ -51,11 +51,6 @@ def _broken(path: Path, kind: str, error: Exception) -> Exception:
     if isinstance(error, OSError) and error.errno is not None:
         return error  # the file system's, not the file's: Arrow tells both by the same type
     return BrokenFileError(f"{path}: not a valid {kind} file: {' '.join(str(error).split())}")
-
-
-def _used_columns(available: Sequence[str], fields: Sequence[str]) -> list[str] | None:
-    """The columns to read; None for all, so that the message about a missing field can list them."""
-    return list(dict.fromkeys(fields)) if set(fields) <= set(available) else None
 
 
 def _rows(path: Path, part: int, batches: Iterable[Any]) -> Iterator[Unit]:

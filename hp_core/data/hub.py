@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_core.data.fingerprint import file_fingerprint, fingerprint
-from hp_core.data.records import Place, Row
+from hp_core.data.records import Place, Row, columns_to_read
 from hp_core.data.units import Unit, single
 from hp_core.errors import ArgumentError, InputError
 
@@ -65,9 +65,8 @@ class HubSource:
 
     def rows(self, fields: Sequence[str]) -> Iterator[Row | InputError]:
         """The rows, in the data set's order."""
-        used = list(dict.fromkeys(fields))
         dataset = self.dataset
-        if set(used) <= set(dataset.column_names):
+        if (used := columns_to_read(dataset.column_names, fields)) is not None:
             dataset = dataset.select_columns(used)
         for number, values in enumerate(dataset, start=1):
             place = Place(0, number)
@@ -75,9 +74,8 @@ class HubSource:
 
     def units(self, fields: Sequence[str], skip: int = 0) -> Iterator[Unit]:
         """The rows, streamed, without the first `skip`. Raises `InputError` where the stream breaks."""
-        used = list(dict.fromkeys(fields))
         stream = self.stream
-        if stream.column_names is not None and set(used) <= set(stream.column_names):
+        if stream.column_names is not None and (used := columns_to_read(stream.column_names, fields)) is not None:
             stream = stream.select_columns(used)
         try:
             for number, values in enumerate(stream.skip(skip) if skip else stream, start=skip + 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -49,6 +49,30 @@ class Encoded:
     values: tuple[float, ...] = ()
 
 
+class Fields(tuple[str, ...]):
+    """The fields of a row that are read, those that it may lack (`optional`) included."""
+
+    optional: frozenset[str]
+
+    def __new__(cls, required: Iterable[str], optional: Iterable[str] = ()) -> Fields:
+        """The names, each once."""
+        first, more = list(required), list(optional)
+        made = super().__new__(cls, dict.fromkeys((*first, *more)))
+        made.optional = frozenset(more) - frozenset(first)
+        return made
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Those that every row must have."""
+        return tuple(name for name in self if name not in self.optional)
+
+
+def columns_to_read(available: Sequence[str], fields: Sequence[str]) -> list[str] | None:
+    """Which columns of a source are read; None for all, so that the message about a missing field can list them."""
+    used = fields if isinstance(fields, Fields) else Fields(fields)
+    return [name for name in used if name in available] if set(used.required) <= set(available) else None
+
+
 class Source(Protocol):
     """Rows that can be read any number of times, in the same order."""
 
@@ -65,9 +89,9 @@ class Source(Protocol):
     def rows(self, fields: Sequence[str]) -> Iterator[Row | InputError]:
         """All rows, one by one. A row that can't be read is an `InputError` with its place, in the row's stead.
 
-        `fields` are those that will be used; a columnar format reads no others if it has them all. What leaves no
-        next row of a file to go on with (damaged Parquet) is one such error too, and the next file follows. Raises
-        `InputError` where the file system fails.
+        `fields` are those that will be used; a columnar format reads no others if it has all that are required (those
+        that `Fields` doesn't call optional). What leaves no next row of a file to go on with (damaged Parquet) is one
+        such error too, and the next file follows. Raises `InputError` where the file system fails.
         """
         ...
 
@@ -86,7 +110,7 @@ class DocumentEncoder(Protocol):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields of a row that are read."""
+        """The fields of a row that are read; `Fields` tells which a row may lack."""
         ...
 
     @property

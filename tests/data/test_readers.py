@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hp_core.data.hub import HubSource
 from hp_core.data.readers import ending_of, location_of, read_rows, read_units
-from hp_core.data.records import Place
+from hp_core.data.records import Fields, Place
 from hp_core.errors import InputError
 
 
@@ -258,6 +259,25 @@ def test_parquet_reads_the_used_columns_or_all(tmp_path: Path) -> None:
     first = next(iter(read_rows(path, ("body",))))
     assert not isinstance(first, InputError)
     assert dict(first.fields) == {"id": 1, "text": "a"}
+
+
+def test_optional_columns_that_are_missing_widen_nothing(tmp_path: Path) -> None:
+    pq.write_table(TABLE, tmp_path / "a.parquet")
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+    (tmp_path / "hub").mkdir()
+    pq.write_table(TABLE, tmp_path / "hub/train.parquet")
+    hub = HubSource(str(tmp_path / "hub"), None, "train")
+
+    def first(fields: Fields) -> list[Any]:
+        of_files = [next(iter(read_rows(tmp_path / name, fields))) for name in ("a.parquet", "a.arrow")]
+        found = [*of_files, next(hub.rows(fields)), *next(hub.units(fields))()]
+        return [row if isinstance(row, InputError) else dict(row.fields) for row in found]
+
+    assert first(Fields(("text",), ("tools",))) == [{"text": "a"}] * 4
+    assert first(Fields(("text",), ("tools", "id"))) == [{"id": 1, "text": "a"}] * 4
+    # So that the message tells what there is.
+    assert first(Fields(("body",), ("text",))) == [{"id": 1, "text": "a"}] * 4
 
 
 @pytest.mark.parametrize("kind", ["file", "stream"])

@@ -18,7 +18,7 @@ from hp_core.data.chat.tokens import CutError, Cutter, covered
 from hp_core.data.columns import RowColumns
 from hp_core.data.fingerprint import document_hash, fingerprint
 from hp_core.data.protocols import Tokenizer, TrainableTokenizer
-from hp_core.data.records import Encoded, Row
+from hp_core.data.records import Encoded, Fields, Row
 from hp_core.errors import ArgumentError, InputError
 
 TrainOn = Literal["assistant", "last", "all"]
@@ -98,9 +98,10 @@ class ChatEncoder:
         )
 
     @property
-    def fields(self) -> tuple[str, ...]:
+    def fields(self) -> Fields:
         """Those of the format and of the columns."""
-        return (*self.settings.format.fields, *self.settings.numbers.names)
+        of_format = self.settings.format.fields
+        return Fields((*of_format.required, *self.settings.numbers.names), of_format.optional)
 
     @property
     def columns(self) -> tuple[str, ...]:

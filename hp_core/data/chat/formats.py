@@ -22,6 +22,7 @@ from hp_core.data.chat.conversation import (
     weight_of,
 )
 from hp_core.data.chat.tool_calls import tool_calls_of, tools_of
+from hp_core.data.records import Fields
 from hp_core.spelling import did_you_mean
 
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion"]
@@ -48,7 +49,7 @@ class ConversationFormat(Protocol):
     """Makes the conversation of a row."""
 
     @property
-    def fields(self) -> tuple[str, ...]:
+    def fields(self) -> Fields:
         """The columns that are read."""
         ...
 
@@ -92,9 +93,10 @@ class Turns(_Identified):
     takes_any_key: bool = False
 
     @property
-    def fields(self) -> tuple[str, ...]:
+    def fields(self) -> Fields:
         """The columns that are read, those that may be missing included."""
-        return tuple(name for name in (self.column, self.system, self.tools) if name is not None)
+        others = [name for name in (self.system, self.tools) if name is not None]
+        return Fields((self.column, *others)) if self.needs_all else Fields((self.column,), others)
 
     def __call__(self, fields: Mapping[str, Any]) -> Conversation:
         """The conversation of a row."""
@@ -191,10 +193,11 @@ class Columns(_Identified):
     optional: frozenset[str] = frozenset()
 
     @property
-    def fields(self) -> tuple[str, ...]:
+    def fields(self) -> Fields:
         """The columns that are read, those that may be missing included."""
         others = (self.system, self.history, self.train, self.weight)
-        return (*self.user, self.assistant, *(name for name in others if name is not None))
+        names = (*self.user, self.assistant, *(name for name in others if name is not None))
+        return Fields((name for name in names if name not in self.optional), self.optional)
 
     def __call__(self, fields: Mapping[str, Any]) -> Conversation:
         """The conversation of a row."""
@@ -226,9 +229,9 @@ class PromptCompletion(_Identified):
     turns: Turns = field(default_factory=Turns)
 
     @property
-    def fields(self) -> tuple[str, ...]:
+    def fields(self) -> Fields:
         """The columns that are read, those that may be missing included."""
-        return ("prompt", "completion", "tools")
+        return Fields(("prompt", "completion"), ("tools",))
 
     def __call__(self, fields: Mapping[str, Any]) -> Conversation:
         """The conversation of a row."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hp_core.data.chat.conversation import Conversation, RowError
-from hp_core.data.chat.formats import FormatName, named_format
+from hp_core.data.chat.formats import ConversationFormat, FormatName, named_format
 from hp_core.data.chat.mapping import mapped_format
 from hp_core.errors import ArgumentError
 
@@ -132,6 +132,18 @@ def test_a_mapping_of_columns() -> None:
         RowError, match=r"^answer: the row has no such column; its columns are: question, answr.*'answr'"
     ):
         made({"question": "a?", "answr": "b", "ctx": None, "w": 1})
+
+
+def test_formats_tell_which_columns_may_be_missing() -> None:
+    def told(made: ConversationFormat) -> tuple[set[str], set[str]]:
+        return set(made.fields.required), set(made.fields.optional)
+
+    assert told(named_format("messages")) == ({"messages"}, {"tools"})
+    assert told(named_format("sharegpt")) == ({"conversations"}, {"system", "tools"})
+    assert told(named_format("alpaca")) == ({"instruction", "output"}, {"input", "system", "history"})
+    assert told(named_format("prompt_completion")) == ({"prompt", "completion"}, {"tools"})
+    assert told(mapped_format({"messages": "m", "tools": "t"})) == ({"m", "t"}, set())
+    assert told(mapped_format({"user": "q", "assistant": "a", "weight": "w"})) == ({"q", "a", "w"}, set())
 
 
 @pytest.mark.parametrize(
