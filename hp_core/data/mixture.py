@@ -46,6 +46,8 @@ class Mixture:
             assert temperature is not None
             largest = max(sizes)
             weights = [(size / largest) ** (1 / temperature) for size in sizes]
+            if not all(weights):
+                raise ArgumentError("temperature", f"{temperature} leaves small sources nothing", "raise it")
         counts = largest_remainders(sum(sizes), weights)
         for name, count in zip(names, counts, strict=True):
             if count == 0:

@@ -11,12 +11,14 @@ from typing import Annotated, Any, cast
 import torch
 from pydantic import Field
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hp_core.data.order import StepBatches
 from hp_core.data.protocols import RowDataset
 from hp_core.data.streaming import Block, StreamBatches
+from hp_core.errors import InputError
 from hp_plugins.dataloaders.ahead import each_ahead
 
 _AHEAD = 2
@@ -77,7 +79,12 @@ class StreamLoader:
     """Batches of streamed rows: blocks come from workers, rows are packed and collated here."""
 
     def __init__(
-        self, blocks: Iterable[Block], batches: StreamBatches, collate_fn: Callable[[Any], Any], *, pins: bool
+        self,
+        blocks: Iterable[Block | InputError],
+        batches: StreamBatches,
+        collate_fn: Callable[[Any], Any],
+        *,
+        pins: bool,
     ) -> None:
         self._blocks = blocks
         self._batches = batches
@@ -89,24 +96,39 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Any]:
         with closing(iter(self._blocks)) as blocks:
-            for samples in self._batches.taken_from(blocks):
+            for samples in self._batches.taken_from(map(_unless_error, blocks)):
                 batch = self._collate_fn(samples)
                 yield {name: value.pin_memory() for name, value in batch.items()} if self._pins else batch
 
 
-class _Blocks(IterableDataset[Block]):
-    """A rank's blocks; of several workers, each has every one of them that falls to it in turn."""
+class _Blocks(IterableDataset[Block | InputError]):
+    """A rank's blocks; of several workers, each has every one of them that falls to it in turn.
+
+    An `InputError` is the last value: torch would put a worker's traceback into the message of one that is raised.
+    """
 
     def __init__(self, batches: StreamBatches) -> None:
         self._stream = batches.rows.stream
         self._start = batches.start
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[Block | InputError]:
         info = get_worker_info()
-        return self._stream.blocks(self._start, *((0, 1) if info is None else (info.id, info.num_workers)))
+        # `datasets` would deal its files to workers that it finds; here every worker passes over all documents.
+        torch_worker._worker_info = None
+        try:
+            yield from self._stream.blocks(self._start, *((0, 1) if info is None else (info.id, info.num_workers)))
+        except InputError as error:
+            # Of the plain kind, which can be pickled.
+            yield InputError(error.problems)
 
 
-def _as_it_is(block: Block) -> Block:
+def _unless_error(block: Block | InputError) -> Block:
+    if isinstance(block, InputError):
+        raise block
+    return block
+
+
+def _as_it_is(block: Block | InputError) -> Block | InputError:
     return block
 
 

@@ -47,6 +47,8 @@ def test_shares_add_up_and_are_less_than_a_row_off(weights: list[int], total: in
 def test_a_source_that_would_get_nothing_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"sources\.s1: an epoch of 11 rows would take none of it"):
         counts([10, 1], weights=[1, 1e-3])
+    with pytest.raises(ArgumentError, match=r"temperature: 0\.001 leaves small sources nothing"):
+        counts([10, 1], temperature=0.001)
 
 
 PINNED = [[2, 8, 8, 6, 5, 6, 1, 4, 7], [7, 8, 3, 4, 7, 0, 6, 0, 7]]

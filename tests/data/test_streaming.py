@@ -209,8 +209,10 @@ def test_faults_before_a_cursor_count_after_it(tmp_path: Path) -> None:
 
 def test_streams_without_anything_are_refused(tmp_path: Path) -> None:
     paths = write(tmp_path, 1, 1)
-    with pytest.raises(InputError, match="fewer documents than there are data ranks, 2: none for rank 1"):
-        read(batches_of(paths, rank=1, size=2), 1)
+    for workers in (0, 2):
+        with pytest.raises(InputError, match="fewer documents than there are data ranks, 2: none for rank 1") as caught:
+            read(batches_of(paths, rank=1, size=2), 1, workers)
+        assert "Traceback" not in str(caught.value)
     with pytest.raises(InputError, match="fewer documents than there are data ranks"):
         batches_of(paths, rank=1, size=2).rows[0]
     empty = tmp_path / "empty.jsonl"
@@ -251,8 +253,16 @@ def test_a_data_set_of_the_hub_is_streamed_from_any_row(tmp_path: Path) -> None:
     assert every[6].location == f"{tmp_path} (train): row 7"
     first = source.stream_fingerprint
     assert HubSource(str(tmp_path), None, "train").stream_fingerprint == first
-    datasets = text(hub_id=str(tmp_path), streaming=True, max_seq_len=5, packing="none", tokenizer=byte_tokenizer())
+    datasets = text(
+        hub_id=str(tmp_path),
+        streaming=True,
+        max_seq_len=5,
+        packing="none",
+        block_documents=2,
+        tokenizer=byte_tokenizer(),
+    )
     streamed = datasets.train.streamed
     assert streamed is not None
-    batches = StreamBatches(streamed, Cursor(), 9, 1, 1, 5)
-    assert sorted(numbers(read(batches, 9))) == list(range(9))
+    found = [numbers(read(StreamBatches(streamed, Cursor(), 9, 1, 1, 5), 9, workers)) for workers in (0, 1, 3)]
+    assert sorted(found[0]) == list(range(9))
+    assert found[1] == found[2] == found[0]
