@@ -61,7 +61,7 @@ def test_the_recipe_trains_a_stand_in(
     lines = [json.dumps({"messages": chat}) + "\n" for chat in chats[:200]]
     (folder / "chats.jsonl").write_text("".join(lines), encoding="utf-8")
     _save_stand_in(folder / "model", [message["content"] for chat in chats[:200] for message in chat])
-    options = ["--output_dir=run", "--optimizer.lr=5e-3"]
+    options = ["--output_dir=run", "--optimizer.lr=1e-2"]
     done = hp_train_here(str(RECIPE), *options)
     assert done.returncode == 0, done.stderr
     losses = _eval_losses(tmp_path / "run")
