@@ -156,6 +156,7 @@ class EncodingProcess:
         )
         self._batches: SimpleQueue[tuple[Batch, Future[EncodedBatch]] | None] = SimpleQueue()
         self._held: list[Future[EncodedBatch]] = []
+        self._is_stopped = False
         self._thread = Thread(target=self._talk, args=((paths, encoder),), name="encoding", daemon=True)
         self._thread.start()
 
@@ -179,6 +180,7 @@ class EncodingProcess:
 
     def stop(self) -> None:
         """End the process at once; what it has not encoded is lost."""
+        self._is_stopped = True
         with suppress(ProcessLookupError):
             self._process.kill()
         self._batches.put(None)
@@ -230,8 +232,10 @@ class EncodingProcess:
             future.set_exception(RuntimeError(f"encoding failed in a process of its own:\n{value}"))
         return None
 
-    def _death(self) -> RunError:
+    def _death(self) -> Exception:
         code = self._process.wait()
+        if self._is_stopped:
+            return CanNotLoadError("it was stopped")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = "it may have been out of memory; a smaller num_proc needs less"
         return RunError(f"a process that encodes the data {how}; {hint}")

@@ -139,6 +139,24 @@ class DataReport:
         held = [asdict(report) for report in reports]
         return cls(**{name: sum(one[name] for one in held) for name in held[0]})
 
+    def told(self) -> str:
+        """What became of documents, rows and tokens that are not in the rows as they are; empty if all are."""
+        left_out = (
+            (self.empty_documents, "empty documents"),
+            (self.short_documents, "documents of one token"),
+            (self.dropped_documents, "documents longer than a row"),
+            (self.untargeted_documents, "documents without a target"),
+            (self.faulty_rows, "faulty rows"),
+            (self.dropped_tokens, "tokens without a target"),
+        )
+        told = ", ".join(f"{number:,} {what}" for number, what in left_out if number)
+        line = f"; left out: {told}" if told else ""
+        if self.cut_documents:
+            line += f"; cut: {self.cut_documents:,} documents by {self.cut_tokens:,} tokens"
+        if self.split_documents:
+            line += f"; split: {self.split_documents:,} documents"
+        return line
+
     def as_dict(self) -> dict[str, int | float]:
         """Every field and `fill`, for manifests and metrics."""
         return {**asdict(self), "fill": self.fill}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hp_core.cpus import usable_cpus
 from hp_core.errors import ArgumentError, InputError
 
 OnError = Literal["fail", "skip"]
@@ -43,7 +43,7 @@ class Reading:
     @property
     def num_processes(self) -> int:
         """`num_proc`, or the number of CPUs that this process may use."""
-        return self.num_proc or len(os.sched_getaffinity(0))
+        return self.num_proc or usable_cpus()
 
     @property
     def limit(self) -> int:

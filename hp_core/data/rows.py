@@ -44,6 +44,11 @@ class WithEmptyRow:
         return self.dataset.columns if isinstance(self.dataset, (PackedRows, MixedRows, StreamingRows)) else ()
 
     @property
+    def draws_nothing(self) -> bool:
+        """Whether it is known that no row draws random numbers when it is read."""
+        return isinstance(self.dataset, (PackedRows, MixedRows, StreamingRows))
+
+    @property
     def mixed(self) -> MixedRows | None:
         """The dataset, if it is made of named sources."""
         return self.dataset if isinstance(self.dataset, MixedRows) else None

@@ -13,7 +13,7 @@ from hp_core.data.fingerprint import document_hash
 from hp_core.data.inspection import ShownRow, duplicates, histogram, shown_row
 from hp_core.data.mixed import MixedRows
 from hp_core.data.order import GlobalOrder
-from hp_core.data.packing import PackedRows
+from hp_core.data.packing import Documents, PackedRows
 from hp_core.data.protocols import DataReport, Datasets, RowDataset, Tokenizer
 from hp_core.data.rows import WithEmptyRow
 from hp_core.data.streaming import StreamingRows
@@ -58,8 +58,8 @@ class Duplicate:
 class Survey:
     """`lengths` are ranges of tokens a document, each with its count, before anything is cut; `rows` are samples.
 
-    `num_documents`, `lengths` and `duplicates` are of everything that was read, validation included; None where the
-    dataset doesn't tell its documents.
+    `num_documents`, `lengths` and `duplicates` are of everything that was read, all splits together, so that a document
+    of the training data that is in the validation data too is told; None where the dataset doesn't tell its documents.
     """
 
     splits: tuple[SplitFacts, ...]
@@ -99,16 +99,17 @@ def survey(datasets: Datasets, *, split: str, seed: int, num_rows: int) -> Surve
     splits = {name: _Split.of(dataset) for name, dataset in named.items() if dataset is not None}
     if split not in splits:
         raise InputError(f"--split={split}: the recipe has no {split} data; its splits: {', '.join(splits)}")
-    parts = splits["train"].parts
-    lengths = np.concatenate([np.zeros(0, dtype=np.int64), *(part.store.lengths for part in parts)])
-    repeated = _duplicates(parts)
+    # Documents that are held out lie in the store of the others.
+    stores = list({id(part.store): part.store for one in splits.values() for part in one.parts}.values())
+    lengths = np.concatenate([np.zeros(0, dtype=np.int64), *(store.lengths for store in stores)])
+    repeated = _repeated(stores)
     rows = splits[split].first_rows(num_rows, seed=seed, shuffled=split == "train")
     return Survey(
         splits=tuple(one.facts(name) for name, one in splits.items()),
-        num_documents=len(lengths) if parts else None,
+        num_documents=len(lengths) if stores else None,
         lengths=tuple(histogram(lengths[lengths > 0], datasets.train.max_seq_len)),
         num_duplicates=len(repeated),
-        duplicates=tuple(repeated[:_DUPLICATES_SHOWN]),
+        duplicates=tuple(Duplicate(_locate(first), _locate(again)) for first, again in repeated[:_DUPLICATES_SHOWN]),
         rows=tuple(splits[split].shown(index, datasets.tokenizer) for index in rows),
     )
 
@@ -166,19 +167,26 @@ class _Split:
         return self.dataset if isinstance(self.dataset, PackedRows) else None, index
 
 
-def _duplicates(parts: Sequence[PackedRows]) -> list[Duplicate]:
-    where: list[tuple[PackedRows, int]] = []
+# A store and the number of a document in it.
+_Found = tuple[Documents, int]
+
+
+def _repeated(stores: Sequence[Documents]) -> list[tuple[_Found, _Found]]:
+    """Each document with the tokens of an earlier one: (first, repeated)."""
+    where: list[_Found] = []
     contents = array("Q")
-    for part in parts:
+    for store in stores:
         begin = 0
-        for number, end in enumerate(np.cumsum(part.store.lengths).tolist()):
+        for number, end in enumerate(np.cumsum(store.lengths).tolist()):
             # Documents without text all look the same, and are left out anyway.
             if end > begin:
-                where.append((part, number))
-                contents.append(document_hash(part.store.tokens[np.arange(begin, end)].astype(np.int64).tobytes()))
+                where.append((store, number))
+                contents.append(document_hash(store.tokens[np.arange(begin, end)].astype(np.int64).tobytes()))
             begin = end
-    found = []
-    for pair in duplicates(np.frombuffer(contents, dtype=np.uint64)):
-        first, again = ((part.store, number) for part, number in (where[one] for one in pair))
-        found.append(Duplicate(first[0].locate(first[1]), again[0].locate(again[1])))
-    return found
+    pairs = duplicates(np.frombuffer(contents, dtype=np.uint64))
+    return [(where[first], where[again]) for first, again in pairs]
+
+
+def _locate(found: _Found) -> str:
+    store, document = found
+    return store.locate(document)

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from hp_core.data.inspection import ShownDocument, ShownRow
 from hp_core.data.survey import SourceFacts, SplitFacts, Survey
-from hp_core.training.run import told_counts
 
 _BAR_WIDTH = 40
 _TRAINED = "green"
@@ -73,7 +72,7 @@ def _split_lines(split: SplitFacts) -> Iterator[str]:
     report = split.report
     if report is not None:
         line += f" ({report.fill:.1%} full), {report.tokens:,} tokens, {report.targets:,} targets"
-        line += f" from {_many(report.documents, 'document')}{told_counts(report)}"
+        line += f" from {_many(report.documents, 'document')}{report.told()}"
     yield line
     for source in split.sources:
         yield f"  {source.name}: {_source_line(source)}"
@@ -84,7 +83,7 @@ def _source_line(source: SourceFacts) -> str:
     epoch = "" if source.epoch_rows == report.rows else f", {source.epoch_rows:,} of an epoch"
     return (
         f"{report.rows:,} rows{epoch}, {report.tokens:,} tokens, {report.targets:,} targets from "
-        f"{_many(report.documents, 'document')}{told_counts(report)}"
+        f"{_many(report.documents, 'document')}{report.told()}"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
+from hp_core.cpus import usable_cpus
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.pipeline.schedules import SCHEDULES, num_stages
@@ -278,4 +278,4 @@ def _store(environment: ProcessEnvironment, timeout: timedelta) -> dist.Store:
 
 def default_threads(num_processes: int) -> int:
     """Compute threads for each of `num_processes` on this host: the cores it may use, shared evenly."""
-    return max(1, len(os.sched_getaffinity(0)) // num_processes)
+    return max(1, usable_cpus() // num_processes)

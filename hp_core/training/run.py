@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hp_core.checkpoint.layout import MANIFEST
 from hp_core.config import Recipe, TrainerConfig
-from hp_core.data.protocols import DataReport, Datasets
+from hp_core.data.protocols import Datasets
 from hp_core.data.rows import WithEmptyRow
 from hp_core.errors import HpError
 from hp_core.observe.console import Console
@@ -122,7 +122,7 @@ def data_lines(datasets: Datasets) -> list[str]:
         line = f"{name} data: {number} rows of {dataset.max_seq_len} tokens"
         report = dataset.report
         if report is not None:
-            line += f" ({report.fill:.1%} full) from {report.documents:,} documents{told_counts(report)}"
+            line += f" ({report.fill:.1%} full) from {report.documents:,} documents{report.told()}"
         if dataset.columns:
             line += f"; columns: {', '.join(dataset.columns)}"
         lines += [line, *_source_lines(dataset)]
@@ -144,27 +144,8 @@ def _source_lines(dataset: WithEmptyRow) -> Iterator[str]:
     total = sum(mixed.epoch_rows)
     for name, part, rows in zip(mixed.names, mixed.parts, mixed.epoch_rows, strict=True):
         report = part.report
-        counts = f"{report.documents:,} documents, {report.targets:,} targets{told_counts(report)}"
+        counts = f"{report.documents:,} documents, {report.targets:,} targets{report.told()}"
         yield f"  {name}: {rows:,} rows of each epoch ({rows / total:.1%}) out of {len(part):,}; {counts}"
-
-
-def told_counts(report: DataReport) -> str:
-    """What became of documents, rows and tokens that are not in the rows as they are; empty if all are."""
-    left_out = (
-        (report.empty_documents, "empty documents"),
-        (report.short_documents, "documents of one token"),
-        (report.dropped_documents, "documents longer than a row"),
-        (report.untargeted_documents, "documents without a target"),
-        (report.faulty_rows, "faulty rows"),
-        (report.dropped_tokens, "tokens without a target"),
-    )
-    told = ", ".join(f"{number:,} {what}" for number, what in left_out if number)
-    line = f"; left out: {told}" if told else ""
-    if report.cut_documents:
-        line += f"; cut: {report.cut_documents:,} documents by {report.cut_tokens:,} tokens"
-    if report.split_documents:
-        line += f"; split: {report.split_documents:,} documents"
-    return line
 
 
 def _splits(datasets: Datasets) -> Iterator[tuple[str, WithEmptyRow]]:

@@ -16,6 +16,7 @@ from hp_core.data.protocols import Datasets
 from hp_core.data.rows import WithEmptyRow, as_datasets
 from hp_core.entry_points import describe
 from hp_core.errors import HpError, InputError, Problem
+from hp_core.parallel.agreement import require_same_everywhere
 from hp_core.training.built import as_module, require_loss_call, require_without_parameters
 from hp_core.training.columns import require_columns
 from hp_core.training.evaluation import require_validation
@@ -76,9 +77,12 @@ def checked_datasets(built: Any, run: Run, loss_fn: nn.Module, columns: Sequence
     """What `build_dataset` gave. Every rank calls it.
 
     Raises:
-        InputError: it has too few rows for a batch, nothing to evaluate on, or not the columns that the loss takes.
+        InputError: it has too few rows for a batch, nothing to evaluate on, or not the columns that the loss takes, or
+            it is not the same on all ranks, which would read rows twice and leave others out.
     """
     datasets = as_datasets(built)
+    prints = [None if one is None else one.fingerprint for one in (datasets.train, datasets.validation, datasets.test)]
+    require_same_everywhere("fingerprints of the training, validation and test data", prints, run.setup)
     training = run.config.training
     train = datasets.train
     check_batch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import repeat
 from typing import Annotated, Any, cast
@@ -17,8 +17,10 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hp_core.data.order import StepBatches
 from hp_core.data.protocols import RowDataset
+from hp_core.data.rows import WithEmptyRow
 from hp_core.data.streaming import Block, StreamBatches
-from hp_core.errors import InputError
+from hp_core.errors import ArgumentError, InputError
+from hp_plugins.collators.rows import rows
 from hp_plugins.dataloaders.ahead import each_ahead
 
 _AHEAD = 2
@@ -40,10 +42,11 @@ def torch_loader(
     """A `DataLoader` over the given batches of row numbers.
 
     `num_workers` processes read ahead, `prefetch_factor` batches each (default 2). Without workers, a thread of this
-    process does, unless rows draw from its random streams (torch, numpy, random): those are read in between, so that
-    a run repeats. `pin_memory` has an effect only where there is an accelerator. Batches come in the sampler's order
-    whatever the number of workers. The workers' random streams differ by data rank and worker, and repeat with `seed`.
-    Of streamed data, workers or the thread read and encode blocks ahead, in the same order whatever their number.
+    process does. Rows or a collator of a plugin's own might draw from its random streams (torch, numpy, random), so
+    without workers they are read in between: a run repeats. `pin_memory` has an effect only where there is an
+    accelerator. Batches come in the sampler's order whatever the number of workers. The workers' random streams differ
+    by data rank and worker, and repeat with `seed`. Of streamed data, workers or the thread read and encode blocks
+    ahead, in the same order whatever their number.
     """
     ahead = prefetch_factor or _AHEAD
     dp_rank = 0 if isinstance(batch_sampler, list) else batch_sampler.dp_rank
@@ -63,6 +66,13 @@ def torch_loader(
             ahead=ahead,
         )
         return StreamLoader(blocks, batch_sampler, collate_fn, pins=pins)
+    draws_nothing = isinstance(dataset, WithEmptyRow) and dataset.draws_nothing and collate_fn is rows()
+    if prefetch_factor is not None and num_workers == 0 and not draws_nothing:
+        raise ArgumentError(
+            "prefetch_factor",
+            "has no effect without workers on rows or a collator of your own, which may draw random numbers",
+            "set num_workers: 1 or more",
+        )
     return _Loader(
         cast("Dataset[Any]", dataset),
         batch_sampler=cast("Iterable[list[int]]", batch_sampler),
@@ -71,7 +81,7 @@ def torch_loader(
         pin_memory=pins,
         prefetch_factor=ahead if num_workers else None,
         generator=generator,
-        ahead=ahead,
+        ahead=ahead if draws_nothing else 0,
     )
 
 
@@ -160,10 +170,13 @@ class _Loader(DataLoader[Any]):
             yield from each_ahead(repeat(None), lambda _: next(blocks), self.ahead)
             return
         numbers = cast("Iterable[list[int]]", self.batch_sampler)
-        with closing(each_ahead(numbers, self._read, self.ahead)) as batches:
+        with closing(each_ahead(numbers, self._read, self.ahead) if self.ahead else self._each(numbers)) as batches:
             for batch in batches:
                 # Not in the thread, which would pin on the first device, whichever is the rank's.
                 yield pin_memory(batch) if self.pin_memory else batch
+
+    def _each(self, batches: Iterable[list[int]]) -> Generator[Any, None, None]:
+        yield from map(self._read, batches)
 
     def _read(self, numbers: list[int]) -> Any:
         return self.collate_fn([self.dataset[number] for number in numbers])

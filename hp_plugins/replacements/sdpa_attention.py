@@ -36,7 +36,7 @@ class SdpaAttention(StandardAttention):
         length = query.shape[2]
         dropout = self.attention_dropout if self.training else 0.0
         documents = None if dropout else packed_documents(attention_mask, kwargs.get("position_ids"))
-        if documents is not None and key.shape[2] == length:
+        if documents is not None and len(documents) == len(query) and key.shape[2] == length:
             return self._attend_apart(query, key, value, documents), None
         causal = kwargs.get("is_causal")
         causal = self.is_causal if causal is None else causal
@@ -85,7 +85,8 @@ def packed_documents(attention_mask: Tensor | None, position_ids: Tensor | None)
     length = position_ids.shape[-1]
     if attention_mask.device.type != "cpu" or attention_mask.dtype != torch.bool:
         return None
-    if position_ids.dim() != 2 or attention_mask.shape[1:] != (1, length, length):
+    shapes = [(rows, 1, length, length) for rows in (1, len(position_ids))]
+    if position_ids.dim() != 2 or tuple(attention_mask.shape) not in shapes:
         return None
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
@@ -93,7 +94,7 @@ def packed_documents(attention_mask: Tensor | None, position_ids: Tensor | None)
         return None
     numbers = begins.cumsum(1, dtype=torch.int32)
     shown = (numbers[:, :, None] == numbers[:, None, :]).tril_()
-    if not torch.equal(shown[:, None].expand_as(attention_mask), attention_mask):
+    if not torch.equal(shown[:, None], attention_mask.expand(len(shown), 1, length, length)):
         return None
     return [torch.bincount(row - 1).tolist() for row in numbers]
 

@@ -126,7 +126,10 @@ def _dated(template: str, date: str | None) -> str:
         return template
     if date is None:
         # It may not come to that: many templates take the date as an argument.
-        return f"{{% set {_TODAY} = raise_exception %}}\n{template}"
+        reason = "it prints today's date, so a row would have other tokens tomorrow; give one: `date: '2026-01-31'`"
+        return (
+            f"{{% macro {_TODAY}(format) %}}{{{{ raise_exception({json.dumps(reason)}) }}}}{{% endmacro %}}\n{template}"
+        )
     try:
         day = datetime.date.fromisoformat(date)
     except ValueError as error:

@@ -93,11 +93,12 @@ def test_text_marks_targets_where_there_are_no_colours(capsys: pytest.CaptureFix
 
 
 def test_validation_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("held.jsonl").write_text('{"text": "xyz"}\n', encoding="utf-8")
+    Path("held.jsonl").write_text('{"text": "xyz"}\n{"text": "cd"}\n', encoding="utf-8")
     found = _json(capsys, "--dataset.validation_files=held.jsonl", "--split=validation")
     assert [split["name"] for split in found["splits"]] == ["train", "validation"]
     assert found["rows"][0]["documents"][0]["location"] == "held.jsonl:1"
-    assert found["num_documents"] == len(TEXTS)
+    assert found["num_documents"] == len(TEXTS) + 2
+    assert found["duplicates"][-1] == {"first": "data.jsonl:3", "repeated": "held.jsonl:2"}
 
 
 def test_of_a_stream_the_first_documents_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

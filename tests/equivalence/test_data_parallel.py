@@ -18,8 +18,15 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("loss", ["model_output", "causal_lm"])
+@pytest.mark.parametrize(
+    ("model_type", "loss"),
+    [
+        ("llama", "model_output"),
+        ("qwen3_moe", "causal_lm"),
+        pytest.param("llama", "causal_lm", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "model_output", marks=pytest.mark.slow),
+    ],
+)
 def test_losses_and_norms_do_not_depend_on_the_layout(tmp_path, model_type, loss):
     path = recipe(tmp_path, model_type)
     common = [f"--loss_fn={loss}", "--training.train_iters=5"]

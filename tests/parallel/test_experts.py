@@ -111,7 +111,9 @@ def test_initial_weights_are_those_of_one_process_and_are_written_as_such(tmp_pa
         assert_equal(AutoModelForCausalLM.from_pretrained(exported).state_dict(), wanted)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "mixtral", "three"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "three", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "mixtral"))]
+)
 def test_each_rank_reads_its_own_experts_and_no_others(tmp_path: Path, name: str) -> None:
     directory = str(tmp_path / "model")
     wanted, _, _ = run_ranks(weights, 1, name, 1, 1, 1, None, directory)[0]
@@ -155,10 +157,10 @@ def on(sizes: str) -> str:
     ("first", "second"),
     [
         ((2, "ep_size=2"), (1, "ep_size=1")),
-        ((1, "ep_size=1"), (2, "ep_size=2")),
-        ((4, "ep_size=2"), (2, "ep_size=2")),
         ((4, "{ep_size: 4, tp_size: 2}"), (2, "ep_size=2")),
-        ((2, "ep_size=2"), (4, "{ep_size: 2, tp_size: 4}")),
+        pytest.param((1, "ep_size=1"), (2, "ep_size=2"), marks=pytest.mark.slow),
+        pytest.param((4, "ep_size=2"), (2, "ep_size=2"), marks=pytest.mark.slow),
+        pytest.param((2, "ep_size=2"), (4, "{ep_size: 2, tp_size: 4}"), marks=pytest.mark.slow),
     ],
 )
 def test_another_spread_goes_on_with_the_same_run(tmp_path: Path, first: Any, second: Any) -> None:

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from hp_core.data.order import GlobalOrder, Position, StepBatches, evaluation_batches
+from hp_core.data.packing import PackedRows
 from hp_core.data.protocols import RowDataset
 from hp_core.data.rows import WithEmptyRow
-from hp_core.errors import InputError
+from hp_core.errors import ArgumentError, InputError
 from hp_plugins.collators.rows import rows
 from hp_plugins.dataloaders.torch_loader import torch_loader
 from hp_plugins.datasets.text import text
@@ -170,10 +171,11 @@ def test_every_setting_reaches_the_loader(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert loader(pin_memory=True).pin_memory is True
     assert loader().pin_memory is False
-    assert [loader(prefetch_factor=number).ahead for number in (None, 5)] == [2, 5]
+    with pytest.raises(ArgumentError, match=r"^prefetch_factor: has no effect without workers on rows or a collator"):
+        loader(prefetch_factor=5)
 
 
-class WatchedRows:
+class WatchedRows(PackedRows):
     """Rows that tell which have been read, and by which thread."""
 
     fingerprint = "watched"
@@ -220,7 +222,7 @@ def test_a_thread_reads_so_many_batches_ahead_and_ends_with_the_loader(setting: 
         wait_for(lambda last=number + ahead: dataset.read == list(range(last + 1)))
     time.sleep(0.05)
     assert dataset.read == list(range(4 + ahead))
-    assert dataset.threads == {"MainThread", "reading-ahead"}
+    assert dataset.threads == {"reading-ahead"}
     batches.close()
     assert threading.active_count() == num_threads
     assert [batch["sample_ids"].item() for batch in watched(WatchedRows())] == list(range(12))
@@ -236,7 +238,18 @@ def test_an_error_comes_in_its_turn_and_ends_the_thread() -> None:
     assert threading.active_count() == num_threads
 
 
-def test_rows_that_draw_random_numbers_are_read_in_between() -> None:
+class DrawsLater(RandomRows):
+    """Its first rows draw nothing."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index > 2:
+            return super().__getitem__(index)
+        values = np.array([index, 0, 0])
+        return {"index": index, "input_ids": values, "labels": values, "position_ids": values}
+
+
+@pytest.mark.parametrize("kind", [RandomRows, DrawsLater])
+def test_rows_that_may_draw_random_numbers_are_read_in_between(kind: type[RandomRows]) -> None:
     """Dropout and rows draw from one stream, in an order that repeats."""
 
     def seed() -> None:
@@ -244,7 +257,7 @@ def test_rows_that_draw_random_numbers_are_read_in_between() -> None:
         random.seed(3)
         np.random.seed(3)
 
-    dataset = WithEmptyRow(RandomRows())
+    dataset = WithEmptyRow(kind())
     seed()
     loader = torch_loader(dataset=dataset, collate_fn=rows(), batch_sampler=[[n] for n in range(12)], seed=1)
     found: list[float] = []

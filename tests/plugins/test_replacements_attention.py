@@ -97,6 +97,10 @@ def test_a_mask_that_says_more_than_documents_is_obeyed() -> None:
     assert packed_documents(window, positions) is None
     assert packed_documents(torch.where(document, 0.0, -torch.inf), positions) is None
     assert packed_documents(document, None) is None
+    both = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 0, 1]])
+    assert packed_documents(document, both) == [[3, 2], [3, 2]]
+    assert packed_documents(document, torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])) is None
+    assert packed_documents(document.expand(2, 1, 5, 5), positions) is None
     assert packed_documents(torch.ones(5, 5).tril().bool()[None, None], torch.arange(5)[None]) is None
 
 

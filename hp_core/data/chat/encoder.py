@@ -207,6 +207,7 @@ class ChatEncoder:
                 marked = self._marker.mark(conversation, self._abilities.turns(conversation), _answers(conversation))
                 if marked.text.count(turns[1][1]) != 2:
                     raise RowError("messages[1]", "it doesn't show the content of answers once and unchanged")
+                self._require_marks_of_answers(conversation)
                 (tokens,) = self.tokenizer.place([marked.text])
                 self._masked(_Read(marked, weights, False, 0, (), "messages"), tokens)
                 return
@@ -215,6 +216,13 @@ class ChatEncoder:
         raise ArgumentError(
             "chat_template", f"the chat template of {self.tokenizer.name!r} can't be masked: {reasons[0]}"
         )
+
+    def _require_marks_of_answers(self, conversation: Conversation) -> None:
+        text, marks = self.template.render(self._abilities.turns(conversation), conversation.tools)
+        others = [one.content for one in conversation.messages if one.role != "assistant"]
+        for begin, end in marks or ():
+            if any(content and content in text[begin:end] for content in others):
+                raise RowError("messages", "it sets generation marks around turns that are no answers")
 
 
 def turn_weights(conversation: Conversation, settings: ChatSettings) -> dict[int, float]:

@@ -137,6 +137,8 @@ class _Work:
         prompts = {message: self.prompt(message) for message in all_answers}
         known = [prompt for prompt in prompts.values() if prompt is not None]
         if len(known) == len(prompts) and known == sorted(known):
+            if any(begin < known[0] for begin, _ in self.marks):
+                raise self.fault(all_answers[0], "the chat template sets a generation mark before the first answer")
             owners = [all_answers[bisect_right(known, begin) - 1] for begin, _ in self.marks]
         else:
             owners = self._owners(all_answers)

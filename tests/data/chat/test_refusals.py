@@ -42,6 +42,8 @@ def build(template: str | None, kind: Kind = "bytes", special: tuple[str, ...] =
         (CHATML.replace("turn.content", "turn.content[::-1]"), "doesn't show the content of this answer once"),
         (MARKED.replace("{{ turn.content }}", "it"), "doesn't show the content"),
         (MARKED.replace("turn.role == 'assistant'", "loop.last"), "sets no generation mark for this answer"),
+        (MARKED.replace("turn.role == 'assistant'", "turn.role == 'user'"), "generation mark"),
+        (MARKED.replace("turn.role == 'assistant'", "true"), "generation mark"),
         (CHATML.replace("turn.content", "turn.text.strip()"), "refuses the conversation"),
         ("{{ raise_exception('no chats') }}", "refuses the conversation: no chats"),
         (ENDLESS.replace("turn.role ~", "bos_token ~ turn.role ~"), "closes this answer with no special token"),
@@ -104,7 +106,7 @@ TODAY = CHATML.replace("{%- for", "{{- strftime_now('%d %b %Y') ~ '\\n' }}\n{%- 
 
 
 def test_a_template_that_prints_the_date_needs_one_that_stays() -> None:
-    with pytest.raises(ArgumentError, match=r"can't be masked: .*%d %b %Y"):
+    with pytest.raises(ArgumentError, match=r"it prints today's date, .*; give one: `date: '2026-01-31'`"):
         build(TODAY)
     with pytest.raises(ArgumentError, match=r"^date: '31\.1\.2026' is no date such as '2026-01-31'"):
         build(TODAY, date="31.1.2026")

@@ -11,7 +11,7 @@ from tests.e2e.runs import recipe, steps, train
 LAYOUTS = [(1, ["--training.micro_batch_size=2"]), (2, ["--evaluation.every=1"])]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_a_run_with_chunks_is_the_run_without(tmp_path: Path, model_type: str) -> None:
     path = recipe(tmp_path, model_type)
     common = ["--training.train_iters=2", "--dataset.validation_rows=5", "--dataset.silent=[0, 1, 2]"]

@@ -36,7 +36,7 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("vocab", [97, 128])
+@pytest.mark.parametrize("vocab", [97, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("softcap", CHOICES["softcap"])
 def test_every_combination_of_options_is_the_formula(vocab: int, softcap: float | None) -> None:
     model_inputs, loss_inputs = a_batch(vocab)
