@@ -38,14 +38,20 @@ def _row_text(row: ShownRow, split: str, *, colours: bool) -> Text:
 def _document_text(document: ShownDocument, *, colours: bool) -> Text:
     text = Text(f"--- {document.location or 'document'}: {document.tokens:,} tokens, {document.trained:,} targets\n")
     for segment in document.segments:
+        visible = _visible(segment.text)
         if not segment.trained:
-            text.append(segment.text, style="dim")
+            text.append(visible, style="dim")
         elif colours:
-            text.append(segment.text, style=_TRAINED)
+            text.append(visible, style=_TRAINED)
         else:
-            text.append(f"{_MARKS[0]}{segment.text}{_MARKS[1]}")
+            text.append(f"{_MARKS[0]}{visible}{_MARKS[1]}")
     text.append("\n")
     return text
+
+
+def _visible(text: str) -> str:
+    r"""The text with what a terminal would act on, or not show, as an escape such as `\x1b`."""
+    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
 
 
 def _lines(survey: Survey) -> Iterator[str]:

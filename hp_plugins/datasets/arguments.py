@@ -43,13 +43,14 @@ def block_size(
     block_documents: int | None,
     *,
     validation_fraction: float,
-    num_proc: int | None,
+    beforehand: Mapping[str, object],
     unstreamed: Mapping[str, object],
 ) -> int | None:
     """How many documents a block of a stream has; None for data that isn't streamed.
 
-    `num_proc` is None where validation files are encoded beforehand. `unstreamed` are arguments that have no effect on
-    a stream, by name. Raises `ArgumentError` for those that are given, and for `block_documents` without a stream.
+    `beforehand` are arguments, by name, that say how data is encoded before a run: none where validation files are.
+    `unstreamed` are those that a stream can't have. Raises `ArgumentError` for those that are given, and for
+    `block_documents` without a stream.
     """
     if not streaming:
         if block_documents is not None:
@@ -58,8 +59,10 @@ def block_size(
     if validation_fraction:
         hint = "name validation_files, or leave streaming out"
         raise ArgumentError("validation_fraction", "none of streamed data can be held out, as it isn't known", hint)
-    if num_proc is not None:
-        raise ArgumentError("num_proc", "has no effect on streamed data", "set dataloader.num_workers")
+    for name, value in beforehand.items():
+        if value is not None:
+            hint = "set dataloader.num_workers" if name == "num_proc" else "leave it out"
+            raise ArgumentError(name, "has no effect on streamed data", hint)
     given = next((name for name, value in unstreamed.items() if value is not None), None)
     if given is not None:
         raise ArgumentError(given, "can't be streamed", "leave streaming out, or stream one set of files or hub_id")

@@ -121,7 +121,7 @@ def chat(
         streaming,
         block_documents,
         validation_fraction=validation_fraction,
-        num_proc=num_proc if validation_files is None else None,
+        beforehand={"num_proc": num_proc, "cache_dir": cache_dir} if validation_files is None else {},
         unstreamed=unstreamed,
     )
     settings = ChatSettings(

@@ -123,7 +123,7 @@ def text(
         streaming,
         block_documents,
         validation_fraction=validation_fraction,
-        num_proc=num_proc if validation_files is None else None,
+        beforehand={"num_proc": num_proc, "cache_dir": cache_dir} if validation_files is None else {},
         unstreamed=given,
     )
     numbers = RowColumns.of(columns)

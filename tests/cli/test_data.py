@@ -92,6 +92,12 @@ def test_text_marks_targets_where_there_are_no_colours(capsys: pytest.CaptureFix
     assert "cut: 1 documents by 6 tokens" in out
 
 
+def test_a_terminal_is_not_told_what_to_do_by_data(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("data.jsonl").write_text(json.dumps({"text": "a\x1b[2Jb"}) + "\n", encoding="utf-8")
+    assert main(["data", "recipe.yaml"]) == 0
+    assert "a⟦\\x1b[2Jb<|endoftext|>⟧" in capsys.readouterr().out
+
+
 def test_validation_rows(capsys: pytest.CaptureFixture[str]) -> None:
     Path("held.jsonl").write_text('{"text": "xyz"}\n{"text": "cd"}\n', encoding="utf-8")
     found = _json(capsys, "--dataset.validation_files=held.jsonl", "--split=validation")

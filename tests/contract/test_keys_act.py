@@ -553,12 +553,13 @@ STREAM = (
 
 
 def streamed(bench: Bench) -> bool:
-    """Nothing is cached, and the same rows come in another order."""
-    cache = "--dataset.cache_dir={tmp}/unused"
-    stream = bench.run(*STREAM, cache, "--training.global_batch_size=1")
+    """Nothing is cached, so a folder for it is refused, and the same rows come in another order."""
+    unused = bench.run(*STREAM, "--dataset.cache_dir={tmp}/unused")
+    assert "dataset.cache_dir: has no effect on streamed data" in unused.output
+    stream = bench.run(*STREAM, "--training.global_batch_size=1")
     assert stream.code == 0, stream.output
     whole = bench.run(*STREAM, "--dataset.streaming=false", "--training.global_batch_size=1")
-    return not (bench.tmp_path / "unused").exists() and stream.losses() != whole.losses()
+    return unused.code == 2 and stream.losses() != whole.losses()
 
 
 KEYS_OF_HUB = ("hub_id", "hub_config", "split")

@@ -42,7 +42,7 @@ def read_here(environment: Any, directory: str, streaming: bool) -> list[list[in
             files=f"{directory}/{num_files}",
             max_seq_len=5,
             packing="none",
-            cache_dir=f"{directory}/cache",
+            cache_dir=None if streaming else f"{directory}/cache",
             tokenizer=byte_tokenizer(),
             streaming=streaming,
             block_documents=4 if streaming else None,
