@@ -44,6 +44,41 @@ class Part:
     loss_weight: float = 1.0
 
 
+def build_data(
+    parts: Sequence[Part],
+    *,
+    tokenizer: Tokenizer | TrainableTokenizer | None,
+    layout: Layout,
+    reading: Reading,
+    validation_fraction: float,
+    validation_parts: Sequence[Part],
+    temperature: float | None,
+    block_documents: int | None,
+    mesh_context: MeshContext | None,
+) -> Datasets:
+    """What `build_stream` makes of the one part, with `block_documents`, or else what `build_datasets` makes of all."""
+    if block_documents is None:
+        return build_datasets(
+            parts,
+            tokenizer=tokenizer,
+            layout=layout,
+            reading=reading,
+            validation_fraction=validation_fraction,
+            validation_parts=validation_parts,
+            temperature=temperature,
+        )
+    (part,) = parts
+    return build_stream(
+        part,
+        tokenizer=tokenizer,
+        layout=layout,
+        reading=reading,
+        block_documents=block_documents,
+        mesh_context=mesh_context or MeshContext(),
+        validation_parts=validation_parts,
+    )
+
+
 def build_datasets(
     parts: Sequence[Part],
     *,
@@ -72,9 +107,7 @@ def build_datasets(
     train = _Split("training", parts, stores, [~one for one in held])
     validation: _Split | None = None
     if validation_parts:
-        validation_stores = _stores(validation_parts, tokenizer, reading)
-        everything = [np.ones(len(store.lengths), dtype=bool) for store in validation_stores]
-        validation = _Split("validation", validation_parts, validation_stores, everything)
+        validation = _validation(validation_parts, tokenizer, reading)
     elif any(one.any() for one in held):
         # The faulty rows of a source are told with its training rows.
         validation = _Split("validation", parts, stores, held, counts_faults=False)
@@ -113,9 +146,7 @@ def build_stream(
     stream = BlockStream(part.source, encoder, block_documents, mesh_context.dp_rank, mesh_context.dp_size)
     validation: WithEmptyRow | None = None
     if validation_parts:
-        stores = _stores(validation_parts, tokenizer, reading)
-        everything = [np.ones(len(store.lengths), dtype=bool) for store in stores]
-        split = _Split("validation", validation_parts, stores, everything)
+        split = _validation(validation_parts, tokenizer, reading)
         validation = _rows(split, layout, tokenizer.eos_id, encoder.has_weights)
     train = WithEmptyRow(StreamingRows(stream, layout, reading, eos_id=tokenizer.eos_id))
     return Datasets(train=train, validation=validation, tokenizer=tokenizer)
@@ -145,6 +176,12 @@ def _store(part: Part, tokenizer: Tokenizer, reading: Reading) -> TokenStore | M
 
 def _stores(parts: Sequence[Part], tokenizer: Tokenizer, reading: Reading) -> list[TokenStore | MegatronStore]:
     return [_store(part, tokenizer, reading) for part in parts]
+
+
+def _validation(parts: Sequence[Part], tokenizer: Tokenizer, reading: Reading) -> _Split:
+    """All documents of the parts."""
+    stores = _stores(parts, tokenizer, reading)
+    return _Split("validation", parts, stores, [np.ones(len(store.lengths), dtype=bool) for store in stores])
 
 
 def _held_out(stores: Sequence[TokenStore | MegatronStore], fraction: float) -> list[NDArray[np.bool_]]:

@@ -45,7 +45,8 @@ def _lines(path: Path, fields: Sequence[str], part: int, hint: str = "") -> Iter
             if number == 1:
                 require_utf8(path, line)
                 line = line.removeprefix(BOM)
-            content = line.strip()
+            # What is before the first value stays, so that columns are those of the line.
+            content = line.rstrip()
             if content:
                 yield partial(_line_rows, content, path, Place(part, number), fields, hint)
 
@@ -72,7 +73,7 @@ def _line_rows(
 
 def _values(text: str) -> Iterator[Any]:
     """The values that follow one another in a line, which is not blank."""
-    position = 0
+    position = _skip_space(text, 0)
     while position < len(text):
         value, position = _DECODER.raw_decode(text, position)
         yield value
@@ -156,7 +157,10 @@ def _without_half_pairs(row: Row | InputError, fields: Sequence[str]) -> Row | I
     if isinstance(row, InputError):
         return row
     for name in fields:
-        found = _half_pair(row.fields.get(name), name)
+        try:
+            found = _half_pair(row.fields.get(name), name)
+        except RecursionError:
+            return InputError(f"{row.location}: {name}: nested too deep")
         if found is not None:
             path, index, character = found
             half = f"character {index} is {character!a}, half of a surrogate pair"

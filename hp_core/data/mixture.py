@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_core.data.shuffling import shuffled
+from hp_core.data.shuffling import shuffled_passes
 from hp_core.errors import ArgumentError
 
 
@@ -66,10 +66,9 @@ class Mixture:
         first, taken = 0, []
         for name, size, count in zip(self.names, self.sizes, self.counts, strict=True):
             begin, end = epoch * count, (epoch + 1) * count
-            for number in range(begin // size, -(-end // size)):
-                whole = shuffled(f"{stream}:source {name}:pass {number}", size)
-                start = number * size
-                taken.append(first + whole[max(begin - start, 0) : min(end - start, size)])
+            passes = range(begin // size, -(-end // size))
+            rows = shuffled_passes(f"{stream}:source {name}", size, passes.start, len(passes)).reshape(-1)
+            taken.append(first + rows[begin - passes.start * size : end - passes.start * size])
             first += size
         return np.concatenate(taken)
 

@@ -17,10 +17,10 @@ from hp_core.data.order import Position
 from hp_core.data.packing import WEIGHTS, PackedRows, plan_rows
 from hp_core.data.protocols import DataReport, Sample
 from hp_core.data.reading import NUM_TOLD, Faults, Reading
-from hp_core.data.records import DocumentEncoder, Encoded
+from hp_core.data.records import DocumentEncoder
 from hp_core.data.shuffling import shuffled
 from hp_core.data.units import Unit
-from hp_core.data.writing import batches, encode_batch
+from hp_core.data.writing import EncodedBatch, batches, encode_batch
 from hp_core.errors import InputError
 
 DEFAULT_BLOCK_DOCUMENTS = 10_000
@@ -129,33 +129,21 @@ class BlockStream:
             epoch, begin = epoch + 1, 0
 
     def _encoded(self, epoch: int, begin: int, units: Iterable[Unit]) -> Block:
-        documents: list[Encoded] = []
-        faults: list[str] = []
-        for batch in batches(chain.from_iterable(unit() for unit in units)):
-            for one in encode_batch(batch, self.encoder):
-                if isinstance(one.encoded, InputError):
-                    faults.append(str(one.encoded))
-                else:
-                    documents.append(one.encoded)
-        return _block(epoch, begin, documents, self.encoder, faults)
-
-
-def _block(
-    epoch: int, begin: int, documents: Sequence[Encoded], encoder: DocumentEncoder, faults: Sequence[str]
-) -> Block:
-    lengths = np.array([len(one.ids) for one in documents], dtype=np.int64)
-    trained: NDArray[np.bool_] | None = None
-    weights: NDArray[np.float32] | None = None
-    if encoder.has_mask:
-        masks = [np.ones(len(one.ids), np.bool_) if one.trained is None else one.trained for one in documents]
-        trained = np.concatenate([np.zeros(0, np.bool_), *masks])
-    if encoder.has_weights:
-        each = [np.ones(len(one.ids), np.float32) if one.weights is None else one.weights for one in documents]
-        weights = np.concatenate([np.zeros(0, np.float32), *each])
-    values = np.array([one.values for one in documents], dtype=np.float32).reshape(len(documents), len(encoder.columns))
-    tokens = np.concatenate([np.zeros(0, np.int64), *(one.ids for one in documents)]).astype(np.uint32)
-    told = tuple(faults[:NUM_TOLD])
-    return Block(epoch, begin, lengths, tokens, trained, weights, values, tuple(encoder.columns), told, len(faults))
+        rows = chain.from_iterable(unit() for unit in units)
+        placed = [one for batch in batches(rows) for one in encode_batch(batch, self.encoder)]
+        held = EncodedBatch.of(placed, self.encoder)
+        return Block(
+            epoch,
+            begin,
+            held.lengths,
+            held.ids,
+            held.trained,
+            held.weights,
+            held.values,
+            tuple(self.encoder.columns),
+            faults=tuple(str(one) for one in held.faults[:NUM_TOLD]),
+            num_faults=len(held.faults),
+        )
 
 
 class StreamingRows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import repeat
 from typing import Annotated, Any, cast
@@ -12,7 +12,6 @@ import torch
 from pydantic import Field
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hp_core.data.order import StepBatches
@@ -108,7 +107,11 @@ class StreamLoader:
         with closing(iter(self._blocks)) as blocks:
             for samples in self._batches.taken_from(map(_unless_error, blocks)):
                 batch = self._collate_fn(samples)
-                yield {name: value.pin_memory() for name, value in batch.items()} if self._pins else batch
+                yield _pinned(batch) if self._pins else batch
+
+
+def _pinned(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.pin_memory() for name, value in batch.items()}
 
 
 class _Blocks(IterableDataset[Block | InputError]):
@@ -153,7 +156,7 @@ class _Loader(DataLoader[Any]):
         Left to the garbage collector, which closes their queues first, each worker of a failed run takes torch
         five seconds to end.
         """
-        if self.num_workers == 0:
+        if self.num_workers == 0 and self.ahead:
             yield from self._by_thread()
             return
         batches = super().__iter__()
@@ -170,13 +173,10 @@ class _Loader(DataLoader[Any]):
             yield from each_ahead(repeat(None), lambda _: next(blocks), self.ahead)
             return
         numbers = cast("Iterable[list[int]]", self.batch_sampler)
-        with closing(each_ahead(numbers, self._read, self.ahead) if self.ahead else self._each(numbers)) as batches:
+        with closing(each_ahead(numbers, self._read, self.ahead)) as batches:
             for batch in batches:
                 # Not in the thread, which would pin on the first device, whichever is the rank's.
-                yield pin_memory(batch) if self.pin_memory else batch
-
-    def _each(self, batches: Iterable[list[int]]) -> Generator[Any, None, None]:
-        yield from map(self._read, batches)
+                yield _pinned(batch) if self.pin_memory else batch
 
     def _read(self, numbers: list[int]) -> Any:
         return self.collate_fn([self.dataset[number] for number in numbers])

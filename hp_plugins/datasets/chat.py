@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from hp_core.data.build import Part, build_datasets, build_stream
+from hp_core.data.build import Part, build_data
 from hp_core.data.cache import cache_directory
 from hp_core.data.chat.encoder import ChatEncoder, ChatSettings, TrainOn
 from hp_core.data.chat.formats import ConversationFormat, FormatName, named_format
@@ -34,7 +34,7 @@ from hp_plugins.datasets.arguments import (
     ValidationFraction,
     block_size,
 )
-from hp_plugins.datasets.sources import Files, HubConfig, HubId, SourceSpec, Split, Temperature, require_named, rows_of
+from hp_plugins.datasets.sources import Files, HubConfig, HubId, SourceSpec, Split, Temperature, parts_of, rows_of
 
 Format = Annotated[FormatName | None, Field(description="How conversations stand in a row; null is `messages`.")]
 Mapped = Annotated[
@@ -116,13 +116,12 @@ def chat(
         what = "none is given" if tokenizer is None else f"a {type(tokenizer).__name__} has no chat template"
         hint = "write `tokenizer: {name: pretrained, path: …}`"
         raise ArgumentError("tokenizer", f"chats need a finished tokenizer with special tokens: {what}", hint)
-    unstreamed = {"sources": sources, "temperature": temperature}
     block = block_size(
         streaming,
         block_documents,
         validation_fraction=validation_fraction,
         beforehand={"num_proc": num_proc, "cache_dir": cache_dir} if validation_files is None else {},
-        unstreamed=unstreamed,
+        unstreamed={"sources": sources, "temperature": temperature},
     )
     settings = ChatSettings(
         named_format("messages"),
@@ -135,42 +134,24 @@ def chat(
     )
     alone: dict[str, Any] = {"files": files, "hub_id": hub_id, "hub_config": hub_config, "split": split}
     alone |= {"format": format, "mapping": mapping}
-    if sources is not None:
-        require_named(sources, temperature, alone)
-        parts = [_part(name, spec, settings, within=f"sources.{name}.") for name, spec in sources.items()]
-    elif temperature is not None:
-        raise ArgumentError("temperature", "has no effect without sources", "remove it")
-    else:
-        parts = [_part("", ChatSource(**alone), settings)]
-    layout = Layout(max_seq_len, packing, length_policy)
-    reading = Reading(cache_directory(cache_dir), num_proc, on_error, max_errors)
-    validation_parts = _validation_parts(validation_files, sources, settings, format, mapping)
-    if block is None:
-        datasets = build_datasets(
-            parts,
-            tokenizer=tokenizer,
-            layout=layout,
-            reading=reading,
-            validation_fraction=validation_fraction,
-            validation_parts=validation_parts,
-            temperature=temperature,
-        )
-    else:
-        datasets = build_stream(
-            parts[0],
-            tokenizer=tokenizer,
-            layout=layout,
-            reading=reading,
-            block_documents=block,
-            mesh_context=mesh_context or MeshContext(),
-            validation_parts=validation_parts,
-        )
+    parts = parts_of(ChatSource, sources, temperature, alone, partial(_part, settings))
+    datasets = build_data(
+        parts,
+        tokenizer=tokenizer,
+        layout=Layout(max_seq_len, packing, length_policy),
+        reading=Reading(cache_directory(cache_dir), num_proc, on_error, max_errors),
+        validation_fraction=validation_fraction,
+        validation_parts=_validation_parts(validation_files, sources, settings, format, mapping),
+        temperature=temperature,
+        block_documents=block,
+        mesh_context=mesh_context,
+    )
     if chat_template is None:
         return datasets
     return replace(datasets, tokenizer=tokenizer.with_chat_template(chat_template))
 
 
-def _part(name: str, spec: ChatSource, settings: ChatSettings, *, within: str = "") -> Part:
+def _part(settings: ChatSettings, name: str, spec: ChatSource, within: str) -> Part:
     chosen = replace(settings, format=_format(spec.format, spec.mapping, within))
     encoder = partial(ChatEncoder.of, chosen)
     return Part(name, rows_of(spec, within=within), encoder, weight=spec.weight, loss_weight=spec.loss_weight)

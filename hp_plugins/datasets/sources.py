@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hp_core.data.build import Part
 from hp_core.data.hub import HubSource
 from hp_core.data.megatron import MegatronSource, expand_megatron
 from hp_core.data.records import Source
@@ -51,12 +52,35 @@ class SourceSpec(BaseModel):
     loss_weight: Annotated[float, Field(gt=0, description="What each target of this source counts for.")] = 1.0
 
 
+Spec = TypeVar("Spec", bound=SourceSpec)
+
+
 class TextSource(SourceSpec):
     """A source of texts."""
 
     megatron: Megatron = None
     field: TextField = None
     template: Template = None
+
+
+def parts_of(
+    kind: type[Spec],
+    sources: Mapping[str, Spec] | None,
+    temperature: float | None,
+    alone: Mapping[str, Any],
+    make: Callable[[str, Spec, str], Part],
+) -> list[Part]:
+    """The named sources, or the one that the arguments `alone` are, by name.
+
+    `make` is given a source's name, what the recipe says of it, and its path for messages, such as `sources.web.`.
+    Raises `ArgumentError`.
+    """
+    if sources is not None:
+        require_named(sources, temperature, alone)
+        return [make(name, spec, f"sources.{name}.") for name, spec in sources.items()]
+    if temperature is not None:
+        raise ArgumentError("temperature", "has no effect without sources", "remove it")
+    return [make("", kind(**alone), "")]
 
 
 def require_named(sources: Mapping[str, SourceSpec], temperature: float | None, others: Mapping[str, Any]) -> None:

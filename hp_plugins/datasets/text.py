@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from hp_core.data.build import Part, build_datasets, build_stream
+from hp_core.data.build import Part, build_data
 from hp_core.data.cache import cache_directory
 from hp_core.data.columns import RowColumns
 from hp_core.data.fields import RowText
@@ -41,7 +41,7 @@ from hp_plugins.datasets.sources import (
     Template,
     TextField,
     TextSource,
-    require_named,
+    parts_of,
     rows_of,
     tokens_of,
 )
@@ -118,51 +118,34 @@ def text(
     time and shuffles their rows. Workers of the data loader encode ahead. A resumed run continues at the exact row, on
     as many data ranks.
     """
-    given = {"megatron": megatron, "sources": sources, "temperature": temperature}
     block = block_size(
         streaming,
         block_documents,
         validation_fraction=validation_fraction,
         beforehand={"num_proc": num_proc, "cache_dir": cache_dir} if validation_files is None else {},
-        unstreamed=given,
+        unstreamed={"megatron": megatron, "sources": sources, "temperature": temperature},
     )
     numbers = RowColumns.of(columns)
     alone: dict[str, Any] = {"files": files, "hub_id": hub_id, "hub_config": hub_config, "split": split}
     alone |= {"megatron": megatron, "field": field, "template": template}
-    if sources is not None:
-        require_named(sources, temperature, alone)
-        parts = [_part(name, spec, numbers, within=f"sources.{name}.") for name, spec in sources.items()]
-    elif temperature is not None:
-        raise ArgumentError("temperature", "has no effect without sources", "remove it")
-    else:
-        parts = [_part("", TextSource(**alone), numbers)]
+    parts = parts_of(TextSource, sources, temperature, alone, partial(_part, numbers))
     validation_parts = []
     if validation_files is not None:
         validation_parts.append(_validation_part(validation_files, parts, numbers))
-    layout = Layout(max_seq_len, packing, length_policy)
-    reading = Reading(cache_directory(cache_dir), num_proc, on_error, max_errors)
-    if block is not None:
-        return build_stream(
-            parts[0],
-            tokenizer=tokenizer,
-            layout=layout,
-            reading=reading,
-            block_documents=block,
-            mesh_context=mesh_context or MeshContext(),
-            validation_parts=validation_parts,
-        )
-    return build_datasets(
+    return build_data(
         parts,
         tokenizer=tokenizer,
-        layout=layout,
-        reading=reading,
+        layout=Layout(max_seq_len, packing, length_policy),
+        reading=Reading(cache_directory(cache_dir), num_proc, on_error, max_errors),
         validation_fraction=validation_fraction,
         validation_parts=validation_parts,
         temperature=temperature,
+        block_documents=block,
+        mesh_context=mesh_context,
     )
 
 
-def _part(name: str, spec: TextSource, numbers: RowColumns, *, within: str = "") -> Part:
+def _part(numbers: RowColumns, name: str, spec: TextSource, within: str) -> Part:
     row_text = _row_text(spec, within)
     encoder = partial(TextEncoder, text=row_text, numbers=numbers)
     if spec.megatron is None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from hp_core.data.mixture import Mixture, largest_remainders
 from hp_core.data.order import GlobalOrder, Position, StepBatches
+from hp_core.data.shuffling import shuffled_passes
 from hp_core.errors import ArgumentError
 
 
@@ -51,13 +53,34 @@ def test_a_source_that_would_get_nothing_is_refused() -> None:
         counts([10, 1], temperature=0.001)
 
 
-PINNED = [[2, 8, 8, 6, 5, 6, 1, 4, 7], [7, 8, 3, 4, 7, 0, 6, 0, 7]]
+PINNED = [[1, 8, 6, 6, 5, 8, 4, 0, 7], [8, 8, 3, 5, 6, 0, 7, 2, 7]]
 
 
 def test_the_order_of_a_mixture_is_pinned_forever() -> None:
     mixture = Mixture(("a", "b"), (6, 3), (4, 5))
     assert order(mixture).permutation(0).tolist() == PINNED[0]
     assert order(mixture).permutation(1).tolist() == PINNED[1]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 50])
+def test_passes_that_are_drawn_together_are_those_that_are_drawn_alone(size: int) -> None:
+    together = shuffled_passes("a source", size, 3, 7)
+    assert [sorted(one) for one in together.tolist()] == [list(range(size))] * 7
+    for number, one in enumerate(together):
+        assert one.tolist() == shuffled_passes("a source", size, 3 + number, 1)[0].tolist()
+
+
+def test_each_epoch_of_a_tiny_source_is_drawn_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def spy(*arguments: Any) -> Any:
+        calls.append(arguments[3])
+        return shuffled_passes(*arguments)
+
+    monkeypatch.setattr("hp_core.data.mixture.shuffled_passes", spy)
+    rows = Mixture.of(["tiny", "large"], [2, 998], weights=[1, 1]).epoch_rows(1, "stream")
+    assert Counter(rows.tolist())[0] == Counter(rows.tolist())[1] == 250
+    assert calls == [250, 2]
 
 
 def test_a_source_is_used_up_before_a_row_comes_again() -> None:

@@ -68,6 +68,9 @@ def test_a_line_separator_and_a_long_line_are_text(tmp_path: Path) -> None:
 
 BROKEN_LINES = [
     (b'{"text": "a"', ": not valid JSON: Expecting ',' delimiter (column 13)"),
+    (b'        {"a": tru}', ": not valid JSON: Expecting value (column 15)"),
+    (b'  {"text": "\xff"}', ": not valid UTF-8 (byte 13)"),
+    (b'{"text": ' + b"[" * 900 + rb'"\ud800"' + b"]" * 900 + b"}", ": text: nested too deep"),
     (b'{"text": "a"} {"text": ', ": not valid JSON: Expecting value (column 23)"),
     (b'{"text": "a"}, {"text": "b"}', ": not valid JSON: Expecting value (column 14)"),
     (b'{"text": "\xff"}', ": not valid UTF-8 (byte 11)"),

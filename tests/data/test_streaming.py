@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,22 @@ def test_streams_without_anything_are_refused(tmp_path: Path) -> None:
         read(batches_of([empty]), 1)
     with pytest.raises(InputError, match="the documents of a data rank have nothing to predict"):
         batches_of([empty]).rows[0]
+
+
+def test_a_document_that_is_not_what_its_encoder_declares_is_told(tmp_path: Path) -> None:
+    class Undeclared(TextEncoder):
+        def encode(self, rows: Any) -> Any:
+            return [replace(one, weights=np.ones(len(one.ids), np.float32)) for one in super().encode(rows)]
+
+    class Wide(TextEncoder):
+        def encode(self, rows: Any) -> Any:
+            return [replace(one, ids=one.ids + 2**32) for one in super().encode(rows)]
+
+    batches = batches_of(write(tmp_path, 1))
+    for kind, fault in ((Undeclared, "declares none"), (Wide, "don't fit four bytes")):
+        encoder: Any = kind(byte_tokenizer(), RowText.of())
+        with pytest.raises(ValueError, match=fault):
+            next(replace(batches.rows.stream, encoder=encoder).blocks(Cursor()))
 
 
 def test_the_first_row_can_be_looked_at(tmp_path: Path) -> None:
