@@ -2,8 +2,9 @@
 
 SmolLM2-135M-Instruct in fp32 on the CPU, one question and its answer in each chat, only answers trained on both sides.
 TRL runs with its defaults (but fp32) and with each of its packing settings that runs here, without gradient
-checkpointing; the fastest of those counts. Every contender is a process of its own, and they take turns, so that
-whatever else the machine does hits all alike. Needs `trl`, `gguf` and `accelerate`.
+checkpointing; the fastest of those counts. `wrapped` cuts chats and lets those of a row see each other, which is other
+work: the fastest that keeps them apart has a ratio of its own. Every contender is a process of its own, and they take
+turns, so that whatever else the machine does hits all alike. Needs `trl`, `gguf` and `accelerate`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ NUM_STEPS = 8
 # Threads, allocator and the first batch; not timed.
 NUM_WARM_UP = 2
 LENGTH = 1024
+# Packing without isolation.
+SEES_OTHERS = {"packing_wrapped"}
 GOALS = {"defaults": 2.0, "packing": 1.2}
 
 RECIPE = f"""\
@@ -89,12 +92,15 @@ def measure() -> dict[str, Any]:
     ratios = {"defaults": found["hyperparallel"] / found["defaults"]}
     if packing:
         ratios["packing"] = found["hyperparallel"] / max(packing.values())
+    apart = {contender: speed for contender, speed in packing.items() if contender not in SEES_OTHERS}
+    if apart:
+        ratios["packing_apart"] = found["hyperparallel"] / max(apart.values())
     return {
         **{f"tokens_per_second_ratio_{name}": round(ratio, 3) for name, ratio in ratios.items()},
         "best_packing": max(packing, key=packing.__getitem__) if packing else None,
         "supervised_tokens_per_second": {contender: round(speed, 1) for contender, speed in found.items()},
         "goals": GOALS,
-        "reached": all(ratio >= GOALS[name] for name, ratio in ratios.items()),
+        "reached": {name: ratios.get(name, 0.0) >= goal for name, goal in GOALS.items()},
         "not_run": faults,
     }
 
