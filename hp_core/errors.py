@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 EXIT_DONE = 0
@@ -99,3 +100,19 @@ class ArgumentError(HpError):
 
 class RunError(HpError):
     """The run failed for a reason that is not the user's input; the message says where and why."""
+
+
+@contextmanager
+def noting(where: Callable[[], str]) -> Iterator[None]:
+    """Add a note to whatever is raised inside: where in the run it happened (`step 3, rank 1`)."""
+    try:
+        yield
+    except BaseException as error:
+        # What `add_note` does, which python 3.10 lacks.
+        error.__notes__ = [*notes_of(error), where()]  # type: ignore[attr-defined]
+        raise
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """The notes that an exception has, innermost first."""
+    return list(error.__dict__.get("__notes__", ()))

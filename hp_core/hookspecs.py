@@ -340,7 +340,8 @@ def on_evaluate(run: Any, evaluation: Mapping[str, Any]) -> None:
 def on_checkpoint(run: Any, path: Path) -> None:
     """Do something with a checkpoint, such as copying it away.
 
-    When: after each checkpoint, when the directory is complete under its final name.
+    When: after each checkpoint, when the directory is complete under its final name; of one that is written in the
+        background, before a later step.
     Ranks: every rank.
 
     Args:
@@ -362,12 +363,14 @@ def on_checkpoint(run: Any, path: Path) -> None:
 def on_train_end(run: Any, report: Any) -> None:
     """Look at the finished training.
 
-    When: once, after the last step, evaluation and checkpoint; not after a failure.
+    When: once, after the last step, evaluation and checkpoint, or when the run has stopped on request; not after a
+        failure.
     Ranks: every rank.
 
     Args:
         run: the run. Read-only.
-        report: how the run ended: `steps`, the last logged `metrics` and the last `evaluation`. Read-only.
+        report: how the run ended: `steps`, the last logged `metrics` and the last `evaluation`, and whether it was
+            `stopped` before its end. Read-only.
 
     Returns:
         Nothing; a value is ignored.

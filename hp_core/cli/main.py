@@ -16,7 +16,8 @@ Any recipe value can be given on the command line: --training.train_iters=10 --o
 --plugins='[my_plugin]'. The value is read as if it were written in the recipe.
 
 exit codes: 0 done, 1 the run failed, 2 the recipe, command line or plugins are wrong,
-130 interrupted.
+75 stopped by SIGTERM, SIGUSR1 or Ctrl-C with a checkpoint to go on from, 130 interrupted before
+training began.
 """
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_core.cli.checked import checked_recipe
-from hp_core.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, HpError, InputError
+from hp_core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_STOPPED, HpError, InputError
 from hp_core.parallel.environment import ProcessEnvironment, detect
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"--nproc {args.nproc}: {environment.launcher} has started the processes already")
         from hp_core.training.session import train
 
-        train(
+        report = train(
             recipe,
             environment=environment,
             extra_plugins=tuple(args.plugin),
             overwrite=args.overwrite,
             command=sys.argv,
         )
-        return 0
+        return EXIT_STOPPED if report.stopped else EXIT_DONE
     except KeyboardInterrupt:
         if environment.launcher == "none":
             raise

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
@@ -17,7 +18,10 @@ CONFLICT = "conflict"
 
 @dataclass(frozen=True)
 class Conflict:
-    """Values of a section that don't go together. `key` is the one to point at, empty for the section itself."""
+    """Values of a section that don't go together.
+
+    `key` is the one to point at: dotted if it is further inside, empty for the section itself.
+    """
 
     message: str
     key: str = ""
@@ -39,9 +43,15 @@ class Section(BaseModel):
         """Yield what is wrong with the values together. Keys may be absent, and values of a wrong type."""
         yield from ()
 
+    @classmethod
+    def recipe_keys(cls) -> dict[str, FieldInfo]:
+        """Return the fields by the keys that a recipe has for them, which python may keep for itself (`async`)."""
+        return {field.alias or name: field for name, field in cls.model_fields.items()}
+
     @model_validator(mode="after")
     def _without_conflicts(self) -> Self:
-        for conflict in type(self).conflicts(self.__dict__):
+        keys = zip(type(self).recipe_keys(), type(self).model_fields, strict=True)
+        for conflict in type(self).conflicts({key: self.__dict__[name] for key, name in keys}):
             raise PydanticCustomError(CONFLICT, "{message}", {"message": conflict.message})
         return self
 

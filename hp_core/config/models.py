@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from hp_core.config.base import Conflict, Section
+from hp_core.config.checkpoint import CheckpointConfig, metric_conflicts
 from hp_core.config.plan_override import PlanOverride
 from hp_core.config.target import Target
 
@@ -155,24 +156,25 @@ class EvaluationConfig(Section):
     samples: SamplesConfig = Field(SamplesConfig(), description="Texts to generate from the trained model.")
 
 
-class CheckpointConfig(Section):
-    """When to save, and where to start from."""
-
-    save_every: int = Field(0, ge=0, description="Steps between two checkpoints; 0 saves none on the way.")
-    save_last: bool = Field(True, description="Save after the last step.")
-    resume: str | None = Field(
-        None,
-        min_length=1,
-        description="Where to continue: `latest` (the newest complete checkpoint of `output_dir`, step 0 if there is "
-        "none), or the path of a checkpoint or run.",
-    )
-    allow_plugin_changes: bool = Field(False, description="Resume although the plugins or their versions have changed.")
-
-
 class LaunchConfig(Section):
-    """How many processes to start when nothing else starts them."""
+    """The processes to start when nothing else starts them, here and on other machines."""
 
     nproc: int = Field(1, ge=1, description="Processes on this machine.")
+    nnodes: int | str = Field(
+        1, description="Machines, each of which runs this command: a number, or `MIN:MAX` if fewer will do."
+    )
+    node_rank: int | None = Field(
+        None, ge=0, description="This machine's number; null takes the order in which machines arrive."
+    )
+    rdzv_endpoint: str | None = Field(
+        None, min_length=1, description="Where the machines meet, `HOST:PORT`, HOST being one of them."
+    )
+    rdzv_id: str | None = Field(
+        None, min_length=1, description="What tells runs that meet at the same place apart, the same on every machine."
+    )
+    max_restarts: int = Field(
+        0, ge=0, description="How often to start over from the newest checkpoint when a process fails."
+    )
     timeout: float = Field(1800.0, gt=0, description="Seconds a collective may take before the run ends.")
 
 
@@ -231,6 +233,11 @@ class TrainerConfig(Section):
         "profiler",
         "debug",
     )
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
+        """Yield one if the checkpoints to keep are judged by what isn't known when they are saved."""
+        yield from metric_conflicts(values)
 
     def targets(self) -> tuple[Target, ...]:
         """Return every component that the recipe names, those among the arguments of others last."""

@@ -74,12 +74,12 @@ def _section_tables(section: type[Section], definitions: Mapping[str, Schema], p
     schema = definitions[section.__name__]
     inner = {
         key: field.annotation
-        for key, field in section.model_fields.items()
+        for key, field in section.recipe_keys().items()
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
     }
     plain = {key: value for key, value in schema["properties"].items() if key not in inner}
     for key in plain:
-        if Target in members(section.model_fields[key].annotation):
+        if Target in members(section.recipe_keys()[key].annotation):
             plain[key] = {**plain[key], "anyOf": [{"type": "component"}, {"type": "null"}]}
     yield from _table(plain, schema.get("required", []), definitions)
     if section.LATER:

@@ -43,7 +43,7 @@ def _value(node: Node | None, field: FieldInfo) -> Node:
 
 def _filled(node: Node | None, section: type[Section]) -> Node:
     given = node if isinstance(node, MapNode) else MapNode()
-    entries = {key: Entry(Origin(), _value(given.get(key), field)) for key, field in section.model_fields.items()}
+    entries = {key: Entry(Origin(), _value(given.get(key), field)) for key, field in section.recipe_keys().items()}
     return MapNode(entries, given.origin)
 
 

@@ -48,7 +48,7 @@ def _sections(section: type[Section], node: Node, path: Path = ()) -> Iterator[t
     if not isinstance(node, MapNode):
         return
     yield section, path, node
-    for key, field in section.model_fields.items():
+    for key, field in section.recipe_keys().items():
         below = node.get(key)
         inner, is_list = section_in(field.annotation)
         if below is None or inner is None:
@@ -86,10 +86,10 @@ def _conflicts(tree: MapNode, unclear: Collection[Path]) -> Iterator[Problem]:
     for section, path, node in _sections(TrainerConfig, tree):
         values = [entry.node for entry in node.entries.values()]
         unresolved = any(isinstance(value, ScalarNode) and value.problem is not None for value in values)
-        if path in unclear or unresolved or not node.entries.keys() <= section.model_fields.keys():
+        if path in unclear or unresolved or not node.entries.keys() <= section.recipe_keys().keys():
             continue
         for conflict in section.conflicts(to_data(node)):
-            inner = (*path, conflict.key) if conflict.key else path
+            inner = (*path, *conflict.key.split(".")) if conflict.key else path
             origin = nearest_origin(tree, inner, key=True)
             yield Problem(conflict.message, format_path(inner), origin, conflict.hint)
 
@@ -130,6 +130,6 @@ def _elsewhere() -> dict[str, str]:
     paths: dict[str, list[str]] = {}
     for name, field in TrainerConfig.model_fields.items():
         section, is_list = section_in(field.annotation)
-        for key in section.model_fields if section is not None else ():
+        for key in section.recipe_keys() if section is not None else ():
             paths.setdefault(key, []).append(f"{name}[0].{key}" if is_list else f"{name}.{key}")
     return {key: found[0] for key, found in paths.items() if len(found) == 1}

@@ -127,6 +127,12 @@ class StepBatches:
         """How many micro-batches each rank runs in a step of `num_rows` rows."""
         return -(-num_rows // (self.dp_size * self.micro_batch_size))
 
+    def told(self, position: Position) -> str:
+        """This rank's rows of the step at `position`, for an error."""
+        dealt = _deal(self.order.step_rows(position), self.dp_rank, self.dp_size, self.micro_batch_size)
+        rows = [str(row) for batch in dealt for row in batch if row != EMPTY_ROW]
+        return f"samples {', '.join(rows) or 'none'}"
+
     def __iter__(self) -> Iterator[list[int]]:
         position = self.start
         for _ in range(self.num_steps):

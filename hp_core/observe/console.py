@@ -50,6 +50,12 @@ class Console:
         if self._enabled:
             (self._progress.console if self._progress else self._console).print(text, markup=False)
 
+    def leave(self, text: str) -> None:
+        """Print a line and leave the terminal as it was found: the process ends at once."""
+        self.say(text)
+        if self._enabled:
+            self._console.show_cursor(True)
+
     def row(self, metrics: Mapping[str, Any]) -> None:
         """Show the metrics of a logged step."""
         if not self._enabled:

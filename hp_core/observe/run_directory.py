@@ -135,6 +135,15 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
+def read_manifest(run_directory: Path) -> dict[str, Any]:
+    """The manifest of the run that a directory holds; empty if there is none that can be read."""
+    try:
+        value = json.loads((run_directory / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def versions() -> dict[str, str]:
     """The versions that decide what a run computes."""
     found = {"python": platform.python_version()}

@@ -120,13 +120,21 @@ class DistributedSetup:
         schedule = SCHEDULES[self.accelerator.pp_schedule]
         return self.axis_rank("pp") == schedule.rank_of(num_stages(self.accelerator, self.sizes.pp) - 1, self.sizes.pp)
 
-    def sum_on_host(self, values: list[int]) -> list[int]:
-        """Sum integers exactly (int64) over the ranks that count tokens, without touching the accelerator."""
+    def sum_on_host(self, values: Sequence[int], of_all: Sequence[int] = ()) -> list[int]:
+        """Sum integers exactly (int64) over the ranks that count tokens, without touching the accelerator.
+
+        Those `of_all` are summed over all ranks, in the same collective; their sums follow the others.
+        """
         if self.world_size == 1:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64) * self.counts_tokens
+            return [*values, *of_all]
+        counted = [value * self.counts_tokens for value in values]
+        tensor = torch.tensor([*counted, *of_all], dtype=torch.int64)
         dist.all_reduce(tensor, group=self.host_group)
         return [int(value) for value in tensor.tolist()]
+
+    def any_on_host(self, value: bool) -> bool:
+        """Whether `value` is true on any rank. Every rank calls it."""
+        return self.sum_on_host([], [int(value)]) != [0]
 
     def gather_on_host(self, values: list[float]) -> list[list[float]]:
         """The rows of `values` (same length everywhere) of all ranks but repeated tensor ranks, in one collective."""

@@ -11,6 +11,7 @@ import torch
 
 from hp_core.data.protocols import EMPTY_ROW
 from hp_core.errors import RunError
+from hp_core.parallel.agreement import gathered
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.loss import LossContract
 
@@ -59,6 +60,10 @@ class MicroBatch:
         real_tokens = _real_tokens(loss_inputs["labels"], is_padding, ids)
         return cls(model_inputs, loss_inputs, targets, amounts, rows, real_tokens, ids)
 
+    def told(self) -> str:
+        """The rows it is made of, for an error."""
+        return f"samples {', '.join(str(one) for one in self.sample_ids if one != EMPTY_ROW) or 'none'}"
+
 
 def _label_tensors(loss_inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in sorted(loss_inputs.items()):
@@ -91,11 +96,15 @@ def _real_tokens(labels: torch.Tensor, is_padding: torch.Tensor | None, sample_i
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What a step is made of: targets and amounts by label tensor, and real tokens."""
+    """What a step is made of: targets and amounts by label tensor, and real tokens.
+
+    `flags` are the sums of what else the ranks had to tell each other.
+    """
 
     targets: Mapping[str, int] = field(default_factory=dict)
     amounts: Mapping[str, float] = field(default_factory=dict)
     real_tokens: int = 0
+    flags: tuple[int, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -110,25 +119,62 @@ class StepCounts:
             self.real_tokens + int(micro_batch.real_tokens.sum()),
         )
 
-    def over_all_ranks(self, contract: LossContract, setup: DistributedSetup) -> StepCounts:
+    def over_all_ranks(self, contract: LossContract, setup: DistributedSetup, flags: Sequence[int] = ()) -> StepCounts:
         """The sum over all ranks: one integer all-reduce, and a collective of float64 where not tokens are counted."""
         names = sorted(self.targets)
-        *summed, real_tokens = setup.sum_on_host([*(self.targets[name] for name in names), self.real_tokens])
-        targets = dict(zip(names, summed, strict=True))
+        own = [*(self.targets[name] for name in names), self.real_tokens]
+        summed = setup.sum_on_host(own, flags)
+        real_tokens, told = summed[len(names)], tuple(summed[len(own) :])
+        targets = dict(zip(names, summed[: len(names)], strict=True))
         if contract.reduction != "sample" and contract.weight_column is None:
-            return StepCounts(targets, {name: float(count) for name, count in targets.items()}, real_tokens)
+            return StepCounts(targets, {name: float(count) for name, count in targets.items()}, real_tokens, told)
         # The stages of a pipeline have the same rows.
         by_rank = setup.gather_on_host([self.amounts[name] * setup.has_last_stage for name in names])
         totals = [math.fsum(column) for column in zip(*by_rank, strict=True)]
-        return StepCounts(targets, dict(zip(names, totals, strict=True)), real_tokens)
+        return StepCounts(targets, dict(zip(names, totals, strict=True)), real_tokens, told)
 
 
-def count_step(micro_batches: Iterable[MicroBatch], contract: LossContract, setup: DistributedSetup) -> StepCounts:
-    """Count the whole step, over its micro-batches and all ranks."""
-    counts = StepCounts()
+def count_step(
+    micro_batches: Iterable[MicroBatch],
+    contract: LossContract,
+    setup: DistributedSetup,
+    *,
+    labels: Sequence[str] = (),
+    flags: Sequence[int] = (),
+) -> StepCounts:
+    """Count the whole step, over its micro-batches and all ranks.
+
+    Args:
+        micro_batches: this rank's; none counts nothing.
+        contract: what the loss counts for.
+        setup: the run's ranks.
+        labels: the label tensors of every rank's micro-batches, for a rank that may have none.
+        flags: what else to sum over all ranks.
+    """
+    counts = StepCounts(dict.fromkeys(labels, 0), dict.fromkeys(labels, 0.0))
     for micro_batch in micro_batches:
         counts = counts.and_of(micro_batch)
-    return counts.over_all_ranks(contract, setup)
+    return counts.over_all_ranks(contract, setup, flags)
+
+
+def agree_on_labels(
+    micro_batches: Sequence[MicroBatch], known: Sequence[str] | None, setup: DistributedSetup
+) -> tuple[str, ...]:
+    """The label tensors that every rank's micro-batches have; those `known` from an earlier step, or asked for once.
+
+    Raises:
+        RunError: micro-batches of this rank, or of another, have others.
+    """
+    own = [tuple(sorted(one.targets)) for one in micro_batches]
+    found = [names for names in gathered(own[0] if own else None, setup) if names] if known is None else [known]
+    expected = tuple(found[0]) if found else ()
+    for names in (*own, *found):
+        if tuple(names) != expected:
+            raise RunError(
+                f"get_batch returned the label tensors {', '.join(names)}, and elsewhere {', '.join(expected)}; return "
+                "the same each time, without any target where there is nothing to learn"
+            )
+    return expected
 
 
 @dataclass

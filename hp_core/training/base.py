@@ -5,22 +5,32 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hp_core.checkpoint.saver import Contents
 from hp_core.config import TrainerConfig
 from hp_core.data.order import GlobalOrder, StepBatches, evaluation_batches
 from hp_core.data.protocols import Datasets, MeshContext, RowDataset
 from hp_core.data.streaming import StreamBatches, StreamOrder
+from hp_core.errors import noting
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.fsdp import require_sharded
 from hp_core.parallel.pipeline.runner import counted_parameters
 from hp_core.parallel.ready import require_split
 from hp_core.parallel.setup import DistributedSetup
-from hp_core.training.accounting import MicroBatch, StepCounts, StepLoss, count_step, on_device
+from hp_core.training.accounting import (
+    MicroBatch,
+    StepCounts,
+    StepLoss,
+    agree_on_labels,
+    count_step,
+    on_device,
+)
 from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer, require_each_once, require_savable
 from hp_core.training.columns import column_arguments
 from hp_core.training.evaluation import Evaluation, evaluate
@@ -30,12 +40,14 @@ from hp_core.training.in_stages import of_one_length
 from hp_core.training.loss import LossContract
 from hp_core.training.meter import Meter
 from hp_core.training.nonfinite import on_nonfinite
-from hp_core.training.persistence import restore, save
+from hp_core.training.persistence import contents_of, restore
 from hp_core.training.run import Report, Run, data_facts, data_lines
+from hp_core.training.saving import Boundary, Checkpointing
 from hp_core.training.schedule import total_steps
 from hp_core.training.startup import checked_datasets, checked_loss, told_of_the_loss
 from hp_core.training.state import RunState, seed_everything
 from hp_core.training.step import Entries, Passes, accumulate_gradients, require_same_entries
+from hp_core.training.stopping import StopAgreed, Stoppable, StopSignals, read_or_stop
 
 GetBatch = Callable[[Iterator[Any]], tuple[dict[str, Any], dict[str, Any]]]
 
@@ -65,6 +77,9 @@ class BaseTrainer:
     lr_scheduler: LRScheduler
     num_steps: int
     last_step: int
+    stop: StopSignals
+    checkpoints: Checkpointing
+    labels: tuple[str, ...] | None = None
 
     def __init__(self, *, config: TrainerConfig) -> None:
         self.config = config
@@ -196,18 +211,28 @@ class BaseTrainer:
     def train(self) -> Report:
         """Take every step, evaluate and save where the recipe says, and finish."""
         run, state = self.run, self.run.state
-        if state.step >= self.last_step:
+        stops_early = self.last_step < self.num_steps
+        if state.step >= self.last_step and (stops_early or run.manifest.get("finished") == state.step):
             run.console.say(f"nothing to do: the run has taken {state.step} of {self.last_step} steps")
             return Report(state.step, run.metrics, None)
         run.plugins.hook.on_train_start(run=run)
-        with run.console.training(first_step=state.step, num_steps=self.num_steps):
-            evaluation = self._take_steps()
-            stopped_early = self.last_step < self.num_steps
-            if self._save_is_due(at_end=True, stopped_early=stopped_early):
-                self._save()
-            if not stopped_early:
-                evaluation = self._finish(evaluation)
-        report = Report(state.step, run.metrics, evaluation.as_metrics(state.step) if evaluation else None)
+        evaluation, stopped = None, False
+        self.stop, self.checkpoints = StopSignals(run.console), Checkpointing(run, self._contents)
+        with run.console.training(first_step=state.step, num_steps=self.num_steps), self.stop, self.checkpoints:
+            try:
+                evaluation = self._take_steps()
+                if self.config.checkpoint.save_last or stops_early:
+                    self.checkpoints.save()
+                if not stops_early:
+                    evaluation = self._finish(evaluation)
+            except StopAgreed:
+                stopped = True
+                self.checkpoints.save()
+        if stopped:
+            run.console.say(f"stopped after step {state.step}; --checkpoint.resume=latest goes on from there")
+        elif not stops_early:
+            run.record(finished=state.step)
+        report = Report(state.step, run.metrics, evaluation.as_metrics(state.step) if evaluation else None, stopped)
         run.plugins.hook.on_train_end(run=run, report=report)
         return report
 
@@ -216,28 +241,34 @@ class BaseTrainer:
         evaluation: Evaluation | None = None
         self._meter = Meter()
         iterator = iter(self.dataloader)
+        if self._evaluation_is_due() and state.evaluated != state.step > 0:
+            evaluation = self._evaluate(self.datasets.validation)
         while state.step < self.last_step:
-            self.train_step(iterator)
-            run.plugins.hook.on_step_end(run=run, step=state.step)
-            if self._save_is_due():
-                self._save()
-            if self.config.evaluation.every and state.step % self.config.evaluation.every == 0:
+            with noting(partial(self._place, state.step + 1)):
+                self.train_step(iterator)
+                run.plugins.hook.on_step_end(run=run, step=state.step)
+            # Before the checkpoint, which may be kept for what it finds.
+            if self._evaluation_is_due():
                 evaluation = self._evaluate(self.datasets.validation)
+            if self.checkpoints.is_due():
+                self.checkpoints.save()
         return evaluation
 
-    def _save_is_due(self, *, at_end: bool = False, stopped_early: bool = False) -> bool:
-        settings = self.config.checkpoint
-        on_schedule = bool(settings.save_every) and self.run.state.step % settings.save_every == 0
-        return not on_schedule and (settings.save_last or stopped_early) if at_end else on_schedule
+    def _evaluation_is_due(self) -> bool:
+        every = self.config.evaluation.every
+        return bool(every) and self.run.state.step % every == 0
 
     def train_step(self, iterator: Iterator[Any]) -> None:
-        """One optimizer step: read, count, forward and backward each micro-batch, clip, update, log."""
+        """One optimizer step: read, count, forward and backward each micro-batch, clip, update, log.
+
+        Raises:
+            StopAgreed: some rank was asked to stop; no step was taken.
+        """
         started = time.perf_counter()
         state = self.run.state
-        num_micro_batches = self.batches.micro_batches(self.order.step_size(state.position))
-        micro_batches = self._micro_batches(iterator, num_micro_batches)
+        micro_batches = self._read_step(iterator)
         data_seconds = time.perf_counter() - started
-        counts = count_step(micro_batches, self.contract, self.setup)
+        counts = self._count_step(micro_batches)
         step_loss = StepLoss(self.contract, counts)
         norm: float | None = None
         skipped: str | None = None
@@ -265,6 +296,25 @@ class BaseTrainer:
             self._meter = Meter()
             self.run.log(self.run.metrics)
             self.run.console.row(self.run.metrics)
+            self.checkpoints.require_metric(self.run.metrics)
+
+    def _read_step(self, iterator: Iterator[Any]) -> list[MicroBatch]:
+        """This rank's micro-batches of the next step; none when a stop is asked for."""
+        position = self.run.state.position
+        number = self.batches.micro_batches(self.order.step_size(position))
+        self._boundary = Boundary.of(self.batches)
+        with noting(lambda: f"reading {self.batches.told(position)}"):
+            return read_or_stop(lambda: self._micro_batches(iterator, number), self.stop) or []
+
+    def _count_step(self, micro_batches: list[MicroBatch]) -> StepCounts:
+        """Count the step over all ranks, which learn by the same collective whether to stop instead."""
+        self.labels = agree_on_labels(micro_batches, self.labels, self.setup) or None
+        flags = self.checkpoints.flags(stop=not micro_batches or self.stop.is_asked)
+        counts = count_step(micro_batches, self.contract, self.setup, labels=self.labels or (), flags=flags)
+        if self.checkpoints.settle(counts.flags):
+            self._boundary.go_back(self.batches)
+            raise StopAgreed
+        return counts
 
     def preforward(self, micro_batch: MicroBatch) -> tuple[dict[str, Any], dict[str, Any]]:
         """Move a micro-batch to the device and let the loss and plugins prepare the model's inputs."""
@@ -331,6 +381,9 @@ class BaseTrainer:
 
     # Around the loop.
 
+    def _place(self, step: int) -> str:
+        return f"step {step}, rank {self.setup.rank}"
+
     def mesh_context(self) -> MeshContext:
         """Where this process stands, for data sets and collators."""
         setup = self.setup
@@ -363,10 +416,18 @@ class BaseTrainer:
             len(dataset), self.setup.dp_rank, self.setup.dp_size, self.config.training.micro_batch_size
         )
         iterator = iter(self._loader(dataset, batches))
-        micro_batches = (self._micro_batch(self.get_batch(iterator)) for _ in batches)
-        result = evaluate(micro_batches, self._passes, self.contract, self.setup)
+        micro_batches = Stoppable(
+            lambda: self._micro_batch(self.get_batch(iterator)), len(batches), self.stop, self.setup
+        )
+        with noting(lambda: f"{split} after {self._place(self.run.state.step)}"):
+            result = evaluate(micro_batches, self._passes, self.contract, self.setup)
+        if micro_batches.is_stopped:
+            raise StopAgreed
         metrics = result.as_metrics(self.run.state.step, split)
         self.run.log(metrics)
+        if split == "eval":
+            self.run.state.evaluated, self.run.evaluation = self.run.state.step, metrics
+            self.checkpoints.require_metric(metrics, prefix="eval_")
         loss = "none" if result.loss is None else f"{result.loss:.4f}"
         self.run.console.say(f"step {self.run.state.step}: {split} loss {loss} over {result.tokens:,} tokens")
         self.run.plugins.hook.on_evaluate(run=self.run, evaluation=metrics)
@@ -376,13 +437,12 @@ class BaseTrainer:
         """After the last step: evaluate, unless that step was evaluated already, and measure the test set."""
         settings = self.config.evaluation
         if settings.at_end:
-            if not (settings.every and self.run.state.step % settings.every == 0):
+            if not self._evaluation_is_due():
                 evaluation = self._evaluate(self.datasets.validation)
             self._evaluate(self.datasets.test, "test")
         return evaluation
 
-    def _save(self) -> None:
-        """Write a checkpoint of everything that resuming needs."""
+    def _contents(self) -> Contents:
+        """Everything that resuming needs."""
         keep_cursors(self.batches, self.run)
-        path = save(self.run, *self._restored, self.datasets.train.fingerprint)
-        self.run.plugins.hook.on_checkpoint(run=self.run, path=path)
+        return contents_of(self.run, *self._restored, self.datasets.train.fingerprint)

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hp_core.checkpoint.layout import Checkpoint
-from hp_core.checkpoint.store import load_checkpoint, optimizer_names, save_checkpoint
+from hp_core.checkpoint.saver import Contents
+from hp_core.checkpoint.store import load_checkpoint, optimizer_names
 from hp_core.errors import InputError, Problem
 from hp_core.training.protocols import parts_of
 from hp_core.training.run import Run
 from hp_core.training.schedule import restore_scheduler, scheduler_state
 
 
-def save(
+def contents_of(
     run: Run,
     model: nn.Module,
     loss_fn: nn.Module,
     optimizer: Optimizer,
     lr_scheduler: LRScheduler,
     data_fingerprint: str,
-) -> Path:
-    """Write everything that resuming needs, say so, and return the checkpoint's directory. Every rank calls it."""
+) -> Contents:
+    """Everything that resuming needs, and the metrics of this very step, by which checkpoints are judged."""
     optimizers = parts_of(optimizer)
-    path = save_checkpoint(
-        run.directory.path,
-        run.state.step,
+    step = run.state.step
+    rows = [row for row in (run.metrics, run.evaluation) if row.get("step") == step]
+    return Contents(
+        step=step,
         model=model,
         loss_fn=loss_fn,
         optimizers=optimizers,
@@ -39,12 +39,11 @@ def save(
             "seed": run.config.training.seed,
             "optimizers": optimizer_names(optimizers),
             "lr_scheduler": scheduler_state(lr_scheduler),
+            "metrics": {name: value for row in rows for name, value in row.items()},
         },
         manifest=run.manifest,
-        setup=run.setup,
+        plugin_state={},
     )
-    run.console.say(f"step {run.state.step}: saved {path}")
-    return path
 
 
 def restore(

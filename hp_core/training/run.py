@@ -31,8 +31,9 @@ T = TypeVar("T")
 class Run:
     """One run as plugins see it (`run` in the observer hooks).
 
-    `state` holds the counters and `metrics` the last logged row; `model` and `optimizer` are set once they are
-    built. The directory is made and the trackers are there (on the main rank only) when training starts: `is_open`.
+    `state` holds the counters, `metrics` the last logged row and `evaluation` the last evaluation's of the validation
+    set; `model` and `optimizer` are set once they are built. The directory is made and the trackers are there (on the
+    main rank only) when training starts: `is_open`.
     """
 
     recipe: Recipe
@@ -44,6 +45,7 @@ class Run:
     trackers: list[Tracker] = field(default_factory=list)
     state: RunState = field(default_factory=RunState)
     metrics: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
     model: nn.Module | None = None
     optimizer: Optimizer | None = None
     is_open: bool = False
@@ -68,11 +70,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """How a run ended: steps taken, the last logged row and the last evaluation."""
+    """How a run ended: steps taken, the last logged row and the last evaluation.
+
+    `stopped` says that it was asked to stop before its end, by a signal, and has saved a checkpoint to go on from.
+    """
 
     steps: int
     metrics: Mapping[str, Any]
     evaluation: Mapping[str, Any] | None
+    stopped: bool = False
 
 
 def on_main(function: Callable[[], T], setup: DistributedSetup) -> T:

@@ -26,6 +26,7 @@ from hp_core.observe.run_directory import (
     clear,
     lock,
     make,
+    read_manifest,
     release,
     versions,
     write_json,
@@ -91,7 +92,7 @@ def _train(
         console = Console(enabled=setup.environment.is_main)
         for message in directory.messages:
             console.say(message)
-        run = Run(recipe, plugins, setup, directory, console, _manifest(recipe, setup, facts, command))
+        run = Run(recipe, plugins, setup, directory, console, _manifest(recipe, setup, facts, directory, command))
         try:
             return _fit(config.trainer.build(config=config), run, overwrite)
         finally:
@@ -142,7 +143,11 @@ def _directory(recipe: Recipe, setup: DistributedSetup, overwrite: bool) -> RunD
 
 
 def _manifest(
-    recipe: Recipe, setup: DistributedSetup, facts: Mapping[str, Any], command: Sequence[str]
+    recipe: Recipe,
+    setup: DistributedSetup,
+    facts: Mapping[str, Any],
+    directory: RunDirectory,
+    command: Sequence[str],
 ) -> dict[str, Any]:
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -160,7 +165,14 @@ def _manifest(
         },
         "versions": versions(),
         **facts,
+        **_finished(directory),
     }
+
+
+def _finished(directory: RunDirectory) -> dict[str, int]:
+    """The last step of the run before this one in the directory, if it came to its end."""
+    before = read_manifest(directory.path) if directory.continues else {}
+    return {"finished": before["finished"]} if "finished" in before else {}
 
 
 def _open(run: Run, overwrite: bool) -> None:

@@ -18,6 +18,7 @@ class RunState:
 
     `source_rows` and `source_targets` count what was taken of each named source of the data. `cursors` say where each
     data rank stands in streamed data: the numbers of a `Cursor`; brought up to date when a checkpoint is written.
+    `evaluated` is the last step that was evaluated: not this one if the run was stopped meanwhile.
     """
 
     step: int = 0
@@ -30,6 +31,7 @@ class RunState:
     source_rows: dict[str, int] = field(default_factory=dict)
     source_targets: dict[str, int] = field(default_factory=dict)
     cursors: list[list[int]] = field(default_factory=list)
+    evaluated: int = 0
 
     @property
     def skipped_steps(self) -> int:
@@ -43,7 +45,8 @@ class RunState:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunState:
         """The inverse of `as_dict`."""
-        return cls(**{**values, "position": Position(**values["position"])})
+        # A checkpoint that doesn't know was written before an evaluation could be interrupted.
+        return cls(**{"evaluated": values["step"], **values, "position": Position(**values["position"])})
 
 
 def seed_everything(seed: int, rank: int, step: int = 0) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_core.errors import RunError
+from hp_core.errors import RunError, noting
 from hp_core.parallel.agreement import gathered
 from hp_core.parallel.fsdp import reshard, set_gradient_sync
 from hp_core.parallel.pipeline.runner import Pipeline, pipeline_of
@@ -114,9 +114,10 @@ def accumulate_gradients(
         return
     for index, micro_batch in enumerate(micro_batches):
         set_gradient_sync(passes.model, index == len(micro_batches) - 1)
-        outputs, loss_inputs = passes.forward(micro_batch)
-        loss = passes.loss(outputs, loss_inputs)
-        step_loss.weigh(loss, outputs, micro_batch, terms.of(micro_batch, outputs)).backward()
+        with noting(micro_batch.told):
+            outputs, loss_inputs = passes.forward(micro_batch)
+            loss = passes.loss(outputs, loss_inputs)
+            step_loss.weigh(loss, outputs, micro_batch, terms.of(micro_batch, outputs)).backward()
         del loss, outputs
 
 
@@ -124,11 +125,12 @@ def _accumulate_in_stages(
     pipeline: Pipeline, micro_batches: Sequence[MicroBatch], passes: Passes, step_loss: StepLoss, terms: _Terms
 ) -> None:
     def compute(stage: Stage, micro_batch: MicroBatch) -> torch.Tensor:
-        outputs, loss_inputs = passes.forward(micro_batch)
-        shares = terms.of(micro_batch, outputs, is_whole=stage.is_last)
-        if not stage.is_last:
-            return with_gradient_of(outputs.logits, step_loss.add_terms_alone(shares))
-        return step_loss.weigh(passes.loss(outputs, loss_inputs), outputs, micro_batch, shares)
+        with noting(micro_batch.told):
+            outputs, loss_inputs = passes.forward(micro_batch)
+            shares = terms.of(micro_batch, outputs, is_whole=stage.is_last)
+            if not stage.is_last:
+                return with_gradient_of(outputs.logits, step_loss.add_terms_alone(shares))
+            return step_loss.weigh(passes.loss(outputs, loss_inputs), outputs, micro_batch, shares)
 
     jobs = filled_up(micro_batches, pipeline.num_taken(len(micro_batches)))
     pipeline.train(jobs, tokens_of(jobs), compute)

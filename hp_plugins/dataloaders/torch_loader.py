@@ -19,6 +19,7 @@ from hp_core.data.protocols import RowDataset
 from hp_core.data.rows import WithEmptyRow
 from hp_core.data.streaming import Block, StreamBatches
 from hp_core.errors import ArgumentError, InputError
+from hp_core.training.stopping import follow_parent
 from hp_plugins.collators.rows import rows
 from hp_plugins.dataloaders.ahead import each_ahead
 
@@ -147,7 +148,7 @@ def _as_it_is(block: Block | InputError) -> Block | InputError:
 
 class _Loader(DataLoader[Any]):
     def __init__(self, dataset: Dataset[Any], *, ahead: int, **settings: Any) -> None:
-        super().__init__(dataset, **settings)
+        super().__init__(dataset, worker_init_fn=follow_parent, **settings)
         self.ahead = ahead
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

@@ -852,7 +852,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
 def own_keys(model: type[Section], prefix: str = "") -> set[str]:
     """Every leaf key of the recipe's own sections."""
     found = set()
-    for name, info in model.model_fields.items():
+    for name, info in model.recipe_keys().items():
         section, _ = section_in(info.annotation)
         if section is not None:
             found |= own_keys(section, f"{prefix}{name}.")

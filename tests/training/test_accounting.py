@@ -14,7 +14,9 @@ from hp_core.errors import InputError, RunError
 from hp_core.training.accounting import MicroBatch, StepCounts, StepLoss, count_step, loss_entries, zero_of
 from hp_core.training.loss import IGNORE_INDEX, LossContract, ModelOutputLoss, contract_of, reduction_of
 
-ALONE = SimpleNamespace(sum_on_host=lambda values: values, gather_on_host=lambda values: [values], has_last_stage=True)
+ALONE = SimpleNamespace(
+    sum_on_host=lambda values, of_all: [*values, *of_all], gather_on_host=lambda values: [values], has_last_stage=True
+)
 
 
 def part(reduction="mean", **counts):

@@ -1,0 +1,114 @@
+"""When a run saves, what it tells of its checkpoints, and what its ranks agree on before each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from hp_core.checkpoint.saver import Contents, Saver
+from hp_core.data.order import StepBatches
+from hp_core.data.streaming import Cursor, StreamBatches
+from hp_core.errors import InputError, Problem
+from hp_core.training.run import Run
+from hp_core.training.state import random_state, restore_random_state
+
+
+class Checkpointing:
+    """Saves a run's checkpoints and says so. Entered around the loop: a save in flight is waited for at the end.
+
+    Args:
+        run: the run, whose directory is there.
+        contents: gives what a checkpoint holds now. Every rank calls it.
+    """
+
+    def __init__(self, run: Run, contents: Callable[[], Contents]) -> None:
+        self._run = run
+        self._contents = contents
+        self._settings = run.config.checkpoint
+        self._saver = Saver(run.directory.path, self._settings, run.setup)
+        resumed = run.directory.checkpoint if run.directory.continues else None
+        self._saved_step = resumed.step if resumed is not None else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._announce(self._saver.finish())
+        else:
+            self._saver.abandon()
+
+    def is_due(self) -> bool:
+        """Whether the recipe wants a checkpoint of this step."""
+        return bool(self._settings.save_every) and self._run.state.step % self._settings.save_every == 0
+
+    def save(self) -> None:
+        """Save, unless the run's directory has a checkpoint of this step. Every rank calls it."""
+        step = self._run.state.step
+        if step != self._saved_step:
+            self._saved_step = step
+            self._announce(self._saver.start(self._contents()))
+
+    def flags(self, *, stop: bool) -> list[int]:
+        """What this rank adds to what all must know before the next step."""
+        return [int(stop), int(self._saver.has_failed), int(self._saver.is_done)]
+
+    def settle(self, flags: Sequence[int]) -> bool:
+        """Heed the sums of all ranks' `flags`; returns whether any rank was asked to stop.
+
+        Raises:
+            RunError: a save in the background has failed on some rank.
+        """
+        stop, failed, done = flags
+        if failed or done == self._run.setup.world_size:
+            self._announce(self._saver.finish())
+        return bool(stop)
+
+    def require_metric(self, row: Mapping[str, Any], *, prefix: str = "") -> None:
+        """Refuse to go on when the metric that checkpoints are judged by isn't in the rows that it belongs to.
+
+        Raises:
+            InputError: `row` lacks it.
+        """
+        metric = self._settings.keep_best.metric
+        if metric is None or metric in row or "skipped" in row or metric.startswith("eval_") != (prefix == "eval_"):
+            return
+        numbers = sorted(name for name, value in row.items() if isinstance(value, (int, float)) and name != "step")
+        raise InputError(
+            Problem(
+                f"no {metric!r} is measured",
+                path="checkpoint.keep_best.metric",
+                hint=f"what is: {', '.join(numbers)}",
+            )
+        )
+
+    def _announce(self, paths: list[Path]) -> None:
+        for path in paths:
+            self._run.console.say(f"step {int(path.name.rpartition('_')[2])}: saved {path}")
+            self._run.plugins.hook.on_checkpoint(run=self._run, path=path)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What reading the rows of a step changes, as it was before: random streams, and the place in streamed data."""
+
+    random: dict[str, Any]
+    cursor: Cursor | None
+
+    @classmethod
+    def of(cls, batches: StepBatches | StreamBatches) -> Boundary:
+        """Where this rank stands now."""
+        return cls(random_state(), batches.cursor if isinstance(batches, StreamBatches) else None)
+
+    def go_back(self, batches: StepBatches | StreamBatches) -> None:
+        """Stand there again: the rows that were read since are read anew by the run that resumes."""
+        restore_random_state(self.random)
+        if self.cursor is not None and isinstance(batches, StreamBatches):
+            batches.cursor = self.cursor

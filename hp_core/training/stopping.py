@@ -1,0 +1,183 @@
+"""Requests to stop: a signal is noted at once, and heeded where every rank can save."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Generic, TypeVar
+
+from typing_extensions import Self
+
+from hp_core.observe.console import Console
+from hp_core.parallel.setup import DistributedSetup
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# A signal to a process and one to its group, as `timeout` sends them, are one request.
+_ONE_REQUEST_SECONDS = 0.1
+# Ranks of a pipeline that agree before each batch of an evaluation would never work at the same time.
+_BATCHES_PER_STAGE = 8
+
+T = TypeVar("T")
+
+
+class WaitEnded(BaseException):
+    """A stop was asked for while the process waited for data. No `Exception`, so that no data set swallows it."""
+
+
+class StopAgreed(BaseException):
+    """All ranks know that the run is to stop, and stand at the same step boundary. It is no error."""
+
+
+class StopSignals:
+    """Notes SIGTERM, SIGUSR1 and Ctrl-C while it is entered; a second one ends the process at once.
+
+    The handlers of python run only between its instructions, and a collective may hold the main thread for minutes.
+    So a thread is told by the interpreter's C handler, through a socket, and takes care of the second signal too.
+    Signals are a matter of the main thread: entered in another, it never asks for a stop.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._first: float | None = None
+        self._is_waiting = False
+        self._is_entered = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self._first is not None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """End what runs inside when a stop is asked for, or was.
+
+        Raises:
+            WaitEnded: it was.
+        """
+        self._is_waiting = True
+        try:
+            if self.is_asked:
+                raise WaitEnded
+            yield
+        finally:
+            self._is_waiting = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._is_entered = True
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._watcher = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
+        self._watcher.start()
+        self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._old_handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        os.register_at_fork(after_in_child=self._after_fork)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._is_entered:
+            return
+        self._is_entered = False
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_fd)
+        self._writer.close()
+        self._watcher.join()
+        self._reader.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_waiting:
+            self._is_waiting = False
+            raise WaitEnded
+
+    def _watch(self) -> None:
+        while numbers := self._reader.recv(64):
+            for number in numbers:
+                if number not in SIGNALS:
+                    continue
+                now = time.monotonic()
+                if self._first is None:
+                    self._first = now
+                    name = signal.Signals(number).name
+                    self._console.say(f"{name}: stopping at the next step; a second signal ends the run at once")
+                elif now - self._first > _ONE_REQUEST_SECONDS:
+                    self._end_now(number)
+
+    def _end_now(self, number: int) -> None:
+        self._console.leave(f"{signal.Signals(number).name} again: ended at once, without a checkpoint of this step")
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(128 + number)
+
+    def _after_fork(self) -> None:
+        # A child that wrote to the socket, which it shares with its parent, would stop the parent.
+        if self._is_entered:
+            self._is_entered = False
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in (signal.SIGINT, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_IGN)
+
+
+class Stoppable(Generic[T]):
+    """Reads `number` batches, or fewer: the ranks agree again and again whether any of them was asked to stop.
+
+    Every rank iterates over as many. `is_stopped` says afterwards that there are fewer.
+    """
+
+    def __init__(self, read: Callable[[], T], number: int, stop: StopSignals, setup: DistributedSetup) -> None:
+        self._read = read
+        self._number = number
+        self._stop = stop
+        self._setup = setup
+        self._stride = 1 if setup.sizes.pp == 1 else _BATCHES_PER_STAGE * setup.sizes.pp
+        self.is_stopped = False
+
+    def __iter__(self) -> Iterator[T]:
+        for index in range(self._number):
+            if index % self._stride:
+                yield self._read()
+                continue
+            batch = read_or_stop(self._read, self._stop)
+            self.is_stopped = self._setup.any_on_host(batch is None)
+            if batch is None or self.is_stopped:
+                return
+            yield batch
+
+
+def read_or_stop(read: Callable[[], T], stop: StopSignals) -> T | None:
+    """What `read` returns, or None when a stop is asked for before it does."""
+    try:
+        with stop.waiting():
+            return read()
+    except WaitEnded:
+        return None
+
+
+def follow_parent(*_: Any) -> None:
+    """Have a worker process heed no signal but its parent's SIGTERM; called in the worker, with any arguments.
+
+    A terminal, a scheduler or a container sends its signals to every process; workers that ended by one would take
+    the run with them before it has saved.
+    """
+    parent = os.getppid()
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with, args=(parent,), name="stop-signals", daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
