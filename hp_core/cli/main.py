@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hp_core.cli import check, config, data, new_plugin, plugins, schema, train
+from hp_core.cli import check, config, data, launch, new_plugin, plugins, schema, train
 from hp_core.errors import EXIT_INTERRUPTED, HpError, InputError, Problem
 
 _EPILOG = """\
@@ -80,11 +80,15 @@ _OPTIONS = frozenset(
     {
         *("--nproc", "--plugin", "--overwrite", "--diff", "--json", "--load", "--strict", "--hooks", "--kind", "--to"),
         *("--rows", "--split", "--help", "--version"),
+        *("--nodes", "--name", "--gpus", "--cpus", "--memory", "--time", "--partition", "--account", "--qos"),
+        *("--constraint", "--signal-before", "--no-requeue", "--workdir", "--setup", "--image", "--namespace"),
+        *("--volume", "--env", "--grace", "--restarts", "--rdzv-endpoint"),
     }
 )
 _COMMANDS = {
     "train": train,
     "check": check,
+    "launch": launch,
     "data": data,
     "config": config,
     "schema": schema,

@@ -48,7 +48,7 @@ def commands(text: str) -> Iterator[list[str]]:
     is_session = any(line.startswith("$ ") for line in lines)
     for line in lines:
         line = line.removeprefix("$ ") if line.startswith("$ ") or not is_session else ""
-        for part in re.split(r"&&|;", line.split(" # ")[0]):
+        for part in re.split(r"&&|;| [|>] ", line.split(" # ")[0]):
             words = shlex.split(part) if "hp-train" in part else []
             if words and Path(words[0]).name == "hp-train":
                 yield words[1:]
@@ -114,7 +114,7 @@ def problems(path: Path) -> list[str]:
 @pytest.mark.parametrize("arguments", all_commands())
 def test_commands_and_options_exist(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line is taken apart as `hp-train` does it; what would run then is not run."""
-    for name in ("train", "check", "data", "config", "schema", "plugins", "new_plugin"):
+    for name in ("train", "check", "data", "config", "schema", "plugins", "new_plugin", "launch"):
         monkeypatch.setattr(f"hp_core.cli.{name}.run", lambda args: 0)
     if {"-h", "--help", "--version"} & set(arguments):
         with pytest.raises(SystemExit, match=r"^0$"):

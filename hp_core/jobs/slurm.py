@@ -1,0 +1,174 @@
+"""A batch script for Slurm that goes on by itself when its time is over."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hp_core.errors import EXIT_STOPPED, Problem
+from hp_core.jobs.job import Job, contradictions, fitting, positive, resuming
+
+if TYPE_CHECKING:
+    from hp_core.config.models import TrainerConfig
+
+# `#SBATCH` lines have a quoting of their own; no name or constraint needs it.
+_WORD = r"[\w.,:+@=/\[\]*&|()!%-]+"
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_UNLIMITED = ("UNLIMITED", "INFINITE")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What only Slurm knows; None and the empty tuple leave it to the cluster's defaults.
+
+    `signal_before` is how many seconds before its end the job is asked to stop, `setup` the shell commands that come
+    before training.
+    """
+
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    signal_before: int = 300
+    setup: tuple[str, ...] = ()
+
+
+def problems(job: Job, config: TrainerConfig, settings: Settings) -> Iterator[Problem]:
+    """Yield what keeps the script from working."""
+    yield from contradictions(job, config)
+    yield from fitting(job.name, "--name", r"[\w.+-]+", "letters, digits and . _ + -", "give --name")
+    for option in ("partition", "account", "qos", "constraint"):
+        yield from fitting(getattr(settings, option), f"--{option}", _WORD, "a word without spaces and quotes")
+    yield from fitting(job.memory, "--memory", r"\d+[KMGT]?", "a number and K, M, G or T, such as 64G")
+    yield from positive(settings.signal_before, "--signal-before")
+    seconds = _seconds(settings.time)
+    if seconds == 0:
+        expected = "minutes, H:M:S or DAYS-H:M:S, such as 2-12:00:00"
+        yield Problem(f"--time {settings.time!r}: expected {expected}")
+    elif seconds is not None and settings.signal_before >= seconds:
+        message = f"--signal-before {settings.signal_before}: the job has {seconds} seconds in all"
+        yield Problem(message, hint="ask for more --time, or be asked to stop later")
+
+
+def script(job: Job, config: TrainerConfig, settings: Settings) -> str:
+    """Return the script.
+
+    Slurm starts one task a machine, and `hp-train` there its processes: so a process that fails is told once, with its
+    cause, and started again within the job (`launch.max_restarts`), which tasks of Slurm can't be.
+    """
+    parts = [
+        "#!/bin/bash\n" + "".join(f"#SBATCH --{option}\n" for option in _options(job, settings)),
+        f"cd {shlex.quote(job.workdir)} || exit\n" + "".join(f"{line}\n" for line in settings.setup),
+    ]
+    if job.nodes > 1:
+        parts.append(_MEETING)
+    parts.append(_training(job, config))
+    parts.append(_REQUEUE if job.resumes else 'exit "$code"\n')
+    return "\n".join(parts)
+
+
+def _options(job: Job, settings: Settings) -> Iterator[str]:
+    yield f"job-name={job.name}"
+    yield f"nodes={job.nodes}"
+    yield "ntasks-per-node=1"
+    optional = {
+        "cpus-per-task": job.cpus,
+        "gpus-per-node": job.gpus or None,
+        "mem": job.memory,
+        "time": settings.time,
+        "partition": settings.partition,
+        "account": settings.account,
+        "qos": settings.qos,
+        "constraint": settings.constraint,
+    }
+    yield from (f"{option}={value}" for option, value in optional.items() if value is not None)
+    # One file for all starts of the job, which would otherwise be replaced by each.
+    yield "output=%x-%j.out"
+    yield "open-mode=append"
+    yield "requeue" if job.resumes else "no-requeue"
+    # To this script alone: srun hands the signal on to the tasks.
+    yield f"signal=B:USR1@{settings.signal_before}"
+
+
+_MEETING = """\
+# The machines meet at the first of them. Jobs that share it differ in their number.
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+endpoint=$head:$((12000 + SLURM_JOB_ID % 20000))
+"""
+
+
+def _training(job: Job, config: TrainerConfig) -> str:
+    words = [shlex.quote(word) for word in ["hp-train", *job.arguments(*resuming(job, config))]]
+    # Slurm's number stays the same when the job is started again.
+    words += [] if config.output_dir is not None else [f'--output_dir=runs/{job.name}-"$SLURM_JOB_ID"']
+    words += [f"--launch.nproc={job.nproc}", f"--launch.nnodes={job.nodes}"]
+    if job.nodes > 1:
+        words += ['--launch.rdzv_endpoint="$endpoint"', '--launch.rdzv_id="$SLURM_JOB_ID"-"${SLURM_RESTART_COUNT:-0}"']
+    # srun does not take this one over from sbatch.
+    cpus = f" --cpus-per-task={job.cpus}" if job.cpus is not None else ""
+    command = " \\\n    ".join([f"srun --ntasks-per-node=1{cpus} --kill-on-bad-exit=0 --wait=120", *_lines(words)])
+    return _TRAINING.format(command=command)
+
+
+def _lines(words: list[str]) -> Iterator[str]:
+    """Group an option's words: the command and recipe, then one recipe value a line."""
+    line: list[str] = []
+    for word in words:
+        if word.startswith(("--", "'--")) and line:
+            yield " ".join(line)
+            line = []
+        line.append(word)
+    yield " ".join(line)
+
+
+_TRAINING = """\
+# Slurm sends USR1 shortly before the time is over. Training then saves and ends with code 75. It is passed on once: a
+# second signal would end training at once.
+srun= asked_to_stop= passed_on=
+pass_on() {{
+    asked_to_stop=yes
+    if [ -n "$srun" ] && [ -z "$passed_on" ]; then
+        passed_on=yes
+        kill -USR1 "$srun"
+    fi
+}}
+trap pass_on USR1
+# A job that is cancelled or preempted is told by Slurm itself, and has as long to save as this script lives.
+trap : TERM
+
+{command} &
+srun=$!
+[ -z "$asked_to_stop" ] || pass_on
+# A signal ends the waiting, and not what is waited for.
+while kill -0 "$srun" 2>/dev/null; do wait "$srun"; done
+wait "$srun"
+code=$?
+"""
+
+# 138 is the signal itself, where it came before training could listen: nothing is lost by starting again. A job that
+# was cancelled got another signal, or none here.
+_REQUEUE = f"""\
+if [ -n "$asked_to_stop" ] && {{ [ "$code" -eq {EXIT_STOPPED} ] || [ "$code" -eq 138 ]; }}; then
+    echo "stopped with code $code: job $SLURM_JOB_ID goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID" && exit 0
+fi
+exit "$code"
+"""
+
+
+def _seconds(time: str | None) -> int | None:
+    """A time limit in seconds; None for none, 0 for one that Slurm can't read."""
+    if time is None or time.upper() in _UNLIMITED:
+        return None
+    match = _TIME.fullmatch(time)
+    if match is None:
+        return 0
+    days, *rest = (None if part is None else int(part) for part in match.groups())
+    given = [part for part in rest if part is not None]
+    # Without days a lone number is minutes and a pair minutes and seconds; with them, hours come first.
+    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
+    return (days or 0) * 86400 + sum(part * unit for part, unit in zip(given, units, strict=False))

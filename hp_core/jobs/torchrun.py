@@ -1,0 +1,44 @@
+"""The command line that starts a recipe under torchrun, the same on every machine."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hp_core.errors import Problem
+from hp_core.jobs.job import Job, contradictions, fitting, resuming
+
+if TYPE_CHECKING:
+    from hp_core.config.models import TrainerConfig
+
+PORT = 29500
+
+
+def problems(job: Job, config: TrainerConfig, endpoint: str | None) -> Iterator[Problem]:
+    """Yield what keeps the line from working."""
+    yield from contradictions(job, config)
+    yield from fitting(endpoint, "--rdzv-endpoint", r"[^\s:]+(:\d+)?|\[[0-9a-fA-F:]+\](:\d+)?", "HOST or HOST:PORT")
+    if job.nodes > 1 and endpoint is None:
+        message = f"{job.nodes} machines need a place to meet"
+        yield Problem(message, hint=f"give --rdzv-endpoint HOST:{PORT}, HOST being one of them")
+    if job.nodes == 1 and endpoint is not None:
+        yield Problem(f"--rdzv-endpoint {endpoint}: one machine meets nobody", hint="give --nodes, or leave it out")
+
+
+def command_line(job: Job, config: TrainerConfig, endpoint: str | None) -> str:
+    """Return the line, with a newline. `job.resumes` stands for `launch.max_restarts`."""
+    words = ["torchrun"]
+    if job.nodes == 1:
+        words.append("--standalone")
+    else:
+        assert endpoint is not None
+        has_port = endpoint.rpartition(":")[2].isdigit() and not endpoint.endswith("]")
+        where = endpoint if has_port else f"{endpoint}:{PORT}"
+        words += [f"--nnodes={job.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={where}", f"--rdzv-id={job.name}"]
+    words.append(f"--nproc-per-node={job.nproc}")
+    added = resuming(job, config)
+    if job.resumes:
+        words.append(f"--max-restarts={config.launch.max_restarts}")
+        added += [] if config.output_dir is not None else [f"--output_dir=runs/{job.name}"]
+    return shlex.join([*words, "-m", "hp_core", *job.arguments(*added)]) + "\n"
