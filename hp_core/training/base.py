@@ -23,14 +23,7 @@ from hp_core.parallel.fsdp import require_sharded
 from hp_core.parallel.pipeline.runner import counted_parameters
 from hp_core.parallel.ready import require_split
 from hp_core.parallel.setup import DistributedSetup
-from hp_core.training.accounting import (
-    MicroBatch,
-    StepCounts,
-    StepLoss,
-    agree_on_labels,
-    count_step,
-    on_device,
-)
+from hp_core.training.accounting import MicroBatch, StepCounts, StepLoss, on_device
 from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer, require_each_once, require_savable
 from hp_core.training.columns import column_arguments
 from hp_core.training.evaluation import Evaluation, evaluate
@@ -41,13 +34,14 @@ from hp_core.training.loss import LossContract
 from hp_core.training.meter import Meter
 from hp_core.training.nonfinite import on_nonfinite
 from hp_core.training.persistence import contents_of, restore
+from hp_core.training.reading import StepReader, Stoppable
 from hp_core.training.run import Report, Run, data_facts, data_lines
-from hp_core.training.saving import Boundary, Checkpointing
+from hp_core.training.saving import Checkpointing
 from hp_core.training.schedule import total_steps
 from hp_core.training.startup import checked_datasets, checked_loss, told_of_the_loss
 from hp_core.training.state import RunState, seed_everything
 from hp_core.training.step import Entries, Passes, accumulate_gradients, require_same_entries
-from hp_core.training.stopping import StopAgreed, Stoppable, StopSignals, read_or_stop
+from hp_core.training.stopping import StopAgreed, StopSignals
 
 GetBatch = Callable[[Iterator[Any]], tuple[dict[str, Any], dict[str, Any]]]
 
@@ -79,7 +73,6 @@ class BaseTrainer:
     last_step: int
     stop: StopSignals
     checkpoints: Checkpointing
-    labels: tuple[str, ...] | None = None
 
     def __init__(self, *, config: TrainerConfig) -> None:
         self.config = config
@@ -218,6 +211,7 @@ class BaseTrainer:
         run.plugins.hook.on_train_start(run=run)
         evaluation, stopped = None, False
         self.stop, self.checkpoints = StopSignals(run.console), Checkpointing(run, self._contents)
+        self._reader = StepReader(self.batches, self.contract, self.setup, self.stop, self.checkpoints)
         with run.console.training(first_step=state.step, num_steps=self.num_steps), self.stop, self.checkpoints:
             try:
                 evaluation = self._take_steps()
@@ -266,9 +260,10 @@ class BaseTrainer:
         """
         started = time.perf_counter()
         state = self.run.state
-        micro_batches = self._read_step(iterator)
+        number = self.batches.micro_batches(self.order.step_size(state.position))
+        micro_batches = self._reader.read(lambda: self._micro_batches(iterator, number), state.position)
         data_seconds = time.perf_counter() - started
-        counts = self._count_step(micro_batches)
+        counts = self._reader.count(micro_batches)
         step_loss = StepLoss(self.contract, counts)
         norm: float | None = None
         skipped: str | None = None
@@ -297,24 +292,6 @@ class BaseTrainer:
             self.run.log(self.run.metrics)
             self.run.console.row(self.run.metrics)
             self.checkpoints.require_metric(self.run.metrics)
-
-    def _read_step(self, iterator: Iterator[Any]) -> list[MicroBatch]:
-        """This rank's micro-batches of the next step; none when a stop is asked for."""
-        position = self.run.state.position
-        number = self.batches.micro_batches(self.order.step_size(position))
-        self._boundary = Boundary.of(self.batches)
-        with noting(lambda: f"reading {self.batches.told(position)}"):
-            return read_or_stop(lambda: self._micro_batches(iterator, number), self.stop) or []
-
-    def _count_step(self, micro_batches: list[MicroBatch]) -> StepCounts:
-        """Count the step over all ranks, which learn by the same collective whether to stop instead."""
-        self.labels = agree_on_labels(micro_batches, self.labels, self.setup) or None
-        flags = self.checkpoints.flags(stop=not micro_batches or self.stop.is_asked)
-        counts = count_step(micro_batches, self.contract, self.setup, labels=self.labels or (), flags=flags)
-        if self.checkpoints.settle(counts.flags):
-            self._boundary.go_back(self.batches)
-            raise StopAgreed
-        return counts
 
     def preforward(self, micro_batch: MicroBatch) -> tuple[dict[str, Any], dict[str, Any]]:
         """Move a micro-batch to the device and let the loss and plugins prepare the model's inputs."""

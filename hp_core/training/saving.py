@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,11 +10,8 @@ from typing import Any
 from typing_extensions import Self
 
 from hp_core.checkpoint.saver import Contents, Saver
-from hp_core.data.order import StepBatches
-from hp_core.data.streaming import Cursor, StreamBatches
 from hp_core.errors import InputError, Problem
 from hp_core.training.run import Run
-from hp_core.training.state import random_state, restore_random_state
 
 
 class Checkpointing:
@@ -93,22 +89,3 @@ class Checkpointing:
         for path in paths:
             self._run.console.say(f"step {int(path.name.rpartition('_')[2])}: saved {path}")
             self._run.plugins.hook.on_checkpoint(run=self._run, path=path)
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """What reading the rows of a step changes, as it was before: random streams, and the place in streamed data."""
-
-    random: dict[str, Any]
-    cursor: Cursor | None
-
-    @classmethod
-    def of(cls, batches: StepBatches | StreamBatches) -> Boundary:
-        """Where this rank stands now."""
-        return cls(random_state(), batches.cursor if isinstance(batches, StreamBatches) else None)
-
-    def go_back(self, batches: StepBatches | StreamBatches) -> None:
-        """Stand there again: the rows that were read since are read anew by the run that resumes."""
-        restore_random_state(self.random)
-        if self.cursor is not None and isinstance(batches, StreamBatches):
-            batches.cursor = self.cursor

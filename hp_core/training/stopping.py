@@ -8,23 +8,18 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from typing_extensions import Self
 
 from hp_core.observe.console import Console
-from hp_core.parallel.setup import DistributedSetup
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A signal to a process and one to its group, as `timeout` sends them, are one request.
 _ONE_REQUEST_SECONDS = 0.1
-# Ranks of a pipeline that agree before each batch of an evaluation would never work at the same time.
-_BATCHES_PER_STAGE = 8
-
-T = TypeVar("T")
 
 
 class WaitEnded(BaseException):
@@ -46,13 +41,14 @@ class StopSignals:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._first: float | None = None
+        self._is_asked = False
         self._is_waiting = False
         self._is_entered = False
 
     @property
     def is_asked(self) -> bool:
         """Whether this process was asked to stop."""
-        return self._first is not None
+        return self._is_asked
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -96,6 +92,7 @@ class StopSignals:
         self._reader.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = True
         if self._is_waiting:
             self._is_waiting = False
             raise WaitEnded
@@ -107,7 +104,7 @@ class StopSignals:
                     continue
                 now = time.monotonic()
                 if self._first is None:
-                    self._first = now
+                    self._first, self._is_asked = now, True
                     name = signal.Signals(number).name
                     self._console.say(f"{name}: stopping at the next step; a second signal ends the run at once")
                 elif now - self._first > _ONE_REQUEST_SECONDS:
@@ -127,41 +124,6 @@ class StopSignals:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             for number in (signal.SIGINT, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_IGN)
-
-
-class Stoppable(Generic[T]):
-    """Reads `number` batches, or fewer: the ranks agree again and again whether any of them was asked to stop.
-
-    Every rank iterates over as many. `is_stopped` says afterwards that there are fewer.
-    """
-
-    def __init__(self, read: Callable[[], T], number: int, stop: StopSignals, setup: DistributedSetup) -> None:
-        self._read = read
-        self._number = number
-        self._stop = stop
-        self._setup = setup
-        self._stride = 1 if setup.sizes.pp == 1 else _BATCHES_PER_STAGE * setup.sizes.pp
-        self.is_stopped = False
-
-    def __iter__(self) -> Iterator[T]:
-        for index in range(self._number):
-            if index % self._stride:
-                yield self._read()
-                continue
-            batch = read_or_stop(self._read, self._stop)
-            self.is_stopped = self._setup.any_on_host(batch is None)
-            if batch is None or self.is_stopped:
-                return
-            yield batch
-
-
-def read_or_stop(read: Callable[[], T], stop: StopSignals) -> T | None:
-    """What `read` returns, or None when a stop is asked for before it does."""
-    try:
-        with stop.waiting():
-            return read()
-    except WaitEnded:
-        return None
 
 
 def follow_parent(*_: Any) -> None:
