@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from hp_core.cli.checked import checked_recipe
 from hp_core.cli.checked_loss import checked_loss
+from hp_core.errors import InputError
 
 if TYPE_CHECKING:
-    from hp_core.config import TrainerConfig
+    from hp_core.config import Recipe, TrainerConfig
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,12 +34,21 @@ def run(args: argparse.Namespace) -> int:
     """Check the recipe, load its plugins and try its loss; raises `InputError` with every problem."""
     overrides = [*args.overrides, *([] if args.nproc is None else [f"--launch.nproc={args.nproc}"])]
     recipe = checked_recipe(args.recipe, overrides, args.plugin, with_class=True)
-    remarks = checked_loss(recipe, args.plugin)
+    remarks = [*checked_loss(recipe, args.plugin), *_export_remarks(recipe)]
     print(f"{args.recipe}: ok")
     print(summary(recipe.config))
     for remark in remarks:
         print(remark)
     return 0
+
+
+def _export_remarks(recipe: Recipe) -> list[str]:
+    from hp_core.export.static import export_remarks
+
+    try:
+        return export_remarks(recipe.config)
+    except InputError as error:
+        raise recipe.located(error) from error
 
 
 def summary(config: TrainerConfig) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hp_core.cli import check, config, data, launch, new_plugin, plugins, schema, train
+from hp_core.cli import check, config, data, export, launch, new_plugin, plugins, schema, train
 from hp_core.errors import EXIT_INTERRUPTED, HpError, InputError, Problem
 
 _EPILOG = """\
@@ -79,7 +79,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 _OPTIONS = frozenset(
     {
         *("--nproc", "--plugin", "--overwrite", "--diff", "--json", "--load", "--strict", "--hooks", "--kind", "--to"),
-        *("--rows", "--split", "--help", "--version"),
+        *("--rows", "--split", "--step", "--dtype", "--max-shard-size", "--help", "--version"),
         *("--nodes", "--name", "--gpus", "--cpus", "--memory", "--time", "--partition", "--account", "--qos"),
         *("--constraint", "--signal-before", "--no-requeue", "--workdir", "--setup", "--image", "--namespace"),
         *("--volume", "--env", "--grace", "--restarts", "--rdzv-endpoint"),
@@ -90,6 +90,7 @@ _COMMANDS = {
     "check": check,
     "launch": launch,
     "data": data,
+    "export": export,
     "config": config,
     "schema": schema,
     "plugins": plugins,

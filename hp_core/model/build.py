@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hp_core.errors import ArgumentError
 from hp_core.model.config import model_config
+from hp_core.model.generation import generation_config as generation_config_of
 from hp_core.model.initialize import initialize_weights
 from hp_core.model.load import load_weights, weight_files
 from hp_core.model.replacement.layout import original_layout
@@ -34,6 +35,7 @@ def build_causal_lm(
     dtype: str,
     attn_implementation: str,
     trust_remote_code: bool,
+    generation_config: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """A causal language model of transformers, sharded and with its weights, in training mode.
 
@@ -48,8 +50,11 @@ def build_causal_lm(
     settings = model_config(
         pretrained=pretrained, revision=revision, values=config, trust_remote_code=trust_remote_code
     )
+    generation = generation_config_of(pretrained, revision, generation_config or {})
     files = weight_files(pretrained, revision) if pretrained is not None else []
     model = _skeleton(settings, attn_implementation, DTYPES[dtype], trust_remote_code)
+    if generation is not None:
+        model.generation_config = generation
     finish_model(model, setup, files if pretrained is not None else None)
     return model
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -14,6 +17,14 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from hp_core.errors import ArgumentError
 from hp_core.parallel.pipeline.stages import elsewhere
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_stored_dtypes: WeakKeyDictionary[PreTrainedModel, torch.dtype] = WeakKeyDictionary()
+
+
+def stored_dtype(model: PreTrainedModel) -> torch.dtype | None:
+    """The dtype of the files that the model was loaded from, whatever it is trained in; None where nothing was."""
+    return _stored_dtypes.get(model)
 
 
 def weight_files(pretrained: str, revision: str | None) -> list[str]:
@@ -47,6 +58,8 @@ def load_weights(model: PreTrainedModel, files: list[str], *, dtype: torch.dtype
         dtype_plan=model._get_dtype_plan(dtype),
         weight_mapping=_conversions(model),
     )
+    if (stored := _dtype_of(files)) is not None:
+        _stored_dtypes[model] = stored
     # Without it transformers takes the DTensors for its own tensor parallelism and gathers them again.
     model._is_distributed_loading_by_transformers = True
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
@@ -95,6 +108,15 @@ class _TransposeOfShard(Transpose):
         if tensor.shape != own.shape:
             tensor = tensor.transpose(self.dim0, self.dim1).contiguous()
         return {target: tensor}
+
+
+def _dtype_of(files: list[str]) -> torch.dtype | None:
+    """The dtype of most tensors in the first file; norms and routers may have another."""
+    counts: Counter[str] = Counter()
+    with safe_open(files[0], framework="pt") as file:
+        counts.update(file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118 (it is no mapping)
+    known = [one for one, _ in counts.most_common() if one in _DTYPES]
+    return _DTYPES[known[0]] if known else None
 
 
 def _untied(model: PreTrainedModel, missing: set[str]) -> set[str]:

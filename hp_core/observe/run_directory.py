@@ -25,7 +25,9 @@ from hp_core.observe.trackers import METRICS_FILE
 RECIPE_FILE = "recipe.yaml"
 SAMPLES_FILE = "samples.jsonl"
 PLAN_FILE = "plan.json"
-_RUN_FILES = (MANIFEST, METRICS_FILE, SAMPLES_FILE, PLAN_FILE, CHECKPOINTS)
+# What an export of the model holds beside its weights.
+ASSETS = "assets"
+_RUN_FILES = (MANIFEST, METRICS_FILE, SAMPLES_FILE, PLAN_FILE, ASSETS, CHECKPOINTS)
 
 
 @dataclass(frozen=True)

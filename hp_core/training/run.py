@@ -17,6 +17,7 @@ from hp_core.config import Recipe, TrainerConfig
 from hp_core.data.protocols import Datasets
 from hp_core.data.rows import WithEmptyRow
 from hp_core.errors import HpError
+from hp_core.export.assets import Assets
 from hp_core.observe.console import Console
 from hp_core.observe.run_directory import RunDirectory, write_json
 from hp_core.observe.trackers import Tracker
@@ -50,6 +51,7 @@ class Run:
     optimizer: Optimizer | None = None
     is_open: bool = False
     lock: FileLock | None = None
+    assets: Assets = field(default_factory=Assets)
 
     @property
     def config(self) -> TrainerConfig:

@@ -16,6 +16,7 @@ import torch
 from hp_core.config import Recipe, TrainerConfig
 from hp_core.config.render import resolved_yaml
 from hp_core.errors import HpError, InputError
+from hp_core.export.check import prepare_export
 from hp_core.model.replacement.replacer import ModuleReplacer
 from hp_core.observe.console import Console
 from hp_core.observe.run_directory import (
@@ -107,6 +108,7 @@ def _train(
 def _fit(trainer: BaseTrainer, run: Run, overwrite: bool) -> Report:
     try:
         trainer.build(run)
+        prepare_export(run, trainer.model, trainer.tokenizer)
         # Not before everything is built: a recipe that can't be built leaves no directory in the way of the next try.
         _open(run, overwrite)
         return trainer.train()
@@ -164,6 +166,7 @@ def _manifest(
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         },
         "versions": versions(),
+        "trust_remote_code": _trusted_code(recipe.config),
         **facts,
         **_finished(directory),
     }
@@ -192,6 +195,7 @@ def _open_here(run: Run, overwrite: bool) -> None:
     ]
     clear(directory, overwrite=overwrite)
     (directory.path / RECIPE_FILE).write_text(resolved_yaml(run.recipe), encoding="utf-8")
+    run.assets.write(directory.path)
     planner = run.setup.planner
     if planner is not None and planner.plan is not None:
         write_json(directory.path / PLAN_FILE, planner.plan.as_dict())
@@ -223,6 +227,15 @@ def _import_paths(config: TrainerConfig) -> list[dict[str, str]]:
     """The components that the recipe names by `_target_`, which have no package and version to compare."""
     named = {(one.group, one.import_path) for one in config.targets() if one.import_path is not None}
     return [{"group": group, "import_path": path} for group, path in sorted(named)]
+
+
+def _trusted_code(config: TrainerConfig) -> list[dict[str, Any]]:
+    """The components whose foreign code the recipe lets run, and where that code comes from; mostly none."""
+    return [
+        {"section": one.section, "component": one.spelling, "source": one.arguments.get("pretrained")}
+        for one in config.targets()
+        if one.arguments.get("trust_remote_code") is True
+    ]
 
 
 def _names(facts: Mapping[str, Any]) -> set[str]:

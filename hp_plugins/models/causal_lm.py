@@ -33,6 +33,10 @@ def causal_lm(
         Literal["sdpa", "eager"],
         Field(description="Attention code. Others are refused: they would let packed documents see each other."),
     ] = "sdpa",
+    generation_config: Annotated[
+        dict[str, Any] | None,
+        Field(description="Settings on top of the pretrained generation_config.json, which exports of the model hold."),
+    ] = None,
     trust_remote_code: Annotated[bool, Field(description="Run the model code a hub id or directory brings.")] = False,
     distributed_setup: DistributedSetup,
 ) -> PreTrainedModel:
@@ -51,4 +55,5 @@ def causal_lm(
         dtype=dtype,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
+        generation_config=generation_config,
     )

@@ -151,7 +151,10 @@ def pretrained(
     if local.is_dir() and revision is not None:
         raise ArgumentError("revision", "a directory has no revisions", "leave revision out")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(local) if local.is_dir() else path, revision=revision or "main")
+        # Left to itself, transformers asks the terminal whether to run foreign code.
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(local) if local.is_dir() else path, revision=revision or "main", trust_remote_code=False
+        )
     # Hub, parsing and conversion errors of several libraries come out of here; the user needs the first line.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]

@@ -114,7 +114,7 @@ def problems(path: Path) -> list[str]:
 @pytest.mark.parametrize("arguments", all_commands())
 def test_commands_and_options_exist(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line is taken apart as `hp-train` does it; what would run then is not run."""
-    for name in ("train", "check", "data", "config", "schema", "plugins", "new_plugin", "launch"):
+    for name in ("train", "check", "data", "config", "schema", "plugins", "new_plugin", "launch", "export"):
         monkeypatch.setattr(f"hp_core.cli.{name}.run", lambda args: 0)
     if {"-h", "--help", "--version"} & set(arguments):
         with pytest.raises(SystemExit, match=r"^0$"):

@@ -680,6 +680,14 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "hp.models.causal_lm.attn_implementation": losses_differ(
         "--model.attn_implementation=eager", base=("--model.dtype=bfloat16", "--dataset.max_seq_len=64")
     ),
+    "hp.models.causal_lm.generation_config": lambda bench: (
+        json.loads(
+            (
+                bench.run("--model.generation_config={eos_token_id: 7}").directory / "assets/generation_config.json"
+            ).read_text()
+        )["eos_token_id"]
+        == 7
+    ),
     "hp.models.causal_lm.trust_remote_code": lambda bench: (
         bench.run("--model={name: causal_lm, pretrained: '{texts}/remote', trust_remote_code: true}").code == 0
         and bench.run("--model={name: causal_lm, pretrained: '{texts}/remote'}").code == 2

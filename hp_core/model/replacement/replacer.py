@@ -61,11 +61,7 @@ class ModuleReplacer:
         Raises:
             InputError: with every problem of the phase that found any; the model is as it was.
         """
-        sizes = MappingProxyType(setup.sizes.all)
-        rules = [Rule(i, one) for i, one in enumerate(self.overrides) if one.replace_module is not None]
-        active = [rule for rule in rules if is_active(rule.override, sizes)]
-        claims = claim(model, active, [rule for rule in rules if rule not in active])
-        replaced = self._build(model, claims, sizes, setup) if claims else ()
+        rules, replaced = self._built(model, setup.sizes.all, setup)
         require_same_everywhere("module replacements", _digest(replaced), setup)
         _install(model, replaced)
         self.unfilled |= {
@@ -74,6 +70,14 @@ class ModuleReplacer:
         self.summaries += _summaries(rules, replaced)
         self.applied = True
         return replaced
+
+    def apply_alone(self, model: nn.Module, sizes: Mapping[str, int]) -> None:
+        """Replace modules of `model`, on the meta device, as a run of these parallel sizes does, without its processes.
+
+        Raises:
+            InputError: see `apply`.
+        """
+        _install(model, self._built(model, sizes, None)[1])
 
     def require_applied(self) -> None:
         """Refuse a model builder that left the recipe's rules aside.
@@ -99,8 +103,17 @@ class ModuleReplacer:
             else:
                 yield f"{one['rule']}: {one['factory']} left out: when: {one['when']}, and that size is 1"
 
+    def _built(
+        self, model: nn.Module, sizes: Mapping[str, int], setup: DistributedSetup | None
+    ) -> tuple[list[Rule], tuple[Replaced, ...]]:
+        sizes = MappingProxyType(dict(sizes))
+        rules = [Rule(i, one) for i, one in enumerate(self.overrides) if one.replace_module is not None]
+        active = [rule for rule in rules if is_active(rule.override, sizes)]
+        claims = claim(model, active, [rule for rule in rules if rule not in active])
+        return rules, self._build(model, claims, sizes, setup) if claims else ()
+
     def _build(
-        self, model: nn.Module, claims: Sequence[Claim], sizes: Mapping[str, int], setup: DistributedSetup
+        self, model: nn.Module, claims: Sequence[Claim], sizes: Mapping[str, int], setup: DistributedSetup | None
     ) -> tuple[Replaced, ...]:
         findings = _Findings()
         context = context_of(model, sizes, setup)
@@ -267,15 +280,18 @@ def _shared_parameters(model: nn.Module) -> frozenset[int]:
     return frozenset(shared)
 
 
-def context_of(model: nn.Module, sizes: Mapping[str, int], setup: DistributedSetup) -> ReplacementContext:
-    """Return what factories are told about the model and the run, without what is true of one module only."""
+def context_of(model: nn.Module, sizes: Mapping[str, int], setup: DistributedSetup | None) -> ReplacementContext:
+    """Return what factories are told about the model and the run, without what is true of one module only.
+
+    Without a setup there are no ranks, and so no mesh.
+    """
     dtypes = (one.dtype for one in model.parameters() if one.is_floating_point())
     return ReplacementContext(
         layer_index=None,
         model_config=copy.deepcopy(model.config) if "config" in vars(model) else None,
         sizes=sizes,
-        mesh=setup.mesh,
-        device=setup.device,
+        mesh=None if setup is None else setup.mesh,
+        device=torch.device("cpu") if setup is None else setup.device,
         dtype=next(dtypes, torch.get_default_dtype()),
     )
 

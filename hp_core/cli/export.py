@@ -1,0 +1,55 @@
+"""`hp-train export`: a run's model as a directory that plain transformers loads."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to `hp-train`."""
+    parser = subparsers.add_parser(
+        "export",
+        help="write a run's model as a Hugging Face directory",
+        description="Write the model of a run's checkpoint as plain transformers loads it: safetensors, configuration, "
+        "generation configuration, tokenizer and chat template. Takes one process and the memory of about one file of "
+        "weights, whatever the ranks of the run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory, or one of its checkpoints")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="the checkpoint after step N (default: the newest complete one)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights (default: that of the files the model was loaded from, else of the master weights)",
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="the largest file of weights (default 5GB)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export; raises `InputError` or `RunError` with the reason why not."""
+    from hp_core.export.export import export_checkpoint
+    from hp_core.export.writing import as_bytes
+
+    done = export_checkpoint(
+        args.run,
+        args.to,
+        step=args.step,
+        dtype=args.dtype,
+        max_shard_bytes=as_bytes(args.max_shard_size),
+        overwrite=args.overwrite,
+    )
+    for remark in done.remarks:
+        print(remark)
+    files = "1 file" if done.num_files == 1 else f"{done.num_files} files"
+    print(
+        f"wrote {done.directory}: {files} of {done.num_bytes / 1e9:.2f} GB in {done.dtype}, step {done.checkpoint.step}"
+    )
+    return 0

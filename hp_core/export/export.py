@@ -1,0 +1,228 @@
+"""Writes the model of a checkpoint as a Hugging Face directory, in one process and some tensors at a time."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from hp_core.checkpoint.layout import CHECKPOINTS, Checkpoint, as_checkpoint, search, step_directory
+from hp_core.config import load_recipe
+from hp_core.errors import InputError, Problem, RunError
+from hp_core.export.assets import FACTS, Facts, with_dtype
+from hp_core.export.layout import DiskLayout, Transformed, skeleton_of, transformed
+from hp_core.export.reading import StoredModel
+from hp_core.export.writing import ShardWriter
+from hp_core.model.replacement.replacer import ModuleReplacer
+from hp_core.observe.run_directory import ASSETS, RECIPE_FILE
+from hp_core.parallel.sizes import ParallelSizes
+from hp_core.plugins import load_plugins
+from hp_core.training.defaults import DefaultHooks
+
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    directory: Path
+    checkpoint: Checkpoint
+    num_files: int
+    num_bytes: int
+    dtype: str
+    remarks: tuple[str, ...] = ()
+
+
+def export_checkpoint(
+    run: Path,
+    directory: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> Exported:
+    """Write what plain transformers loads: weights, configurations, tokenizer.
+
+    Memory stays bounded by one file of weights, or the largest tensors that are converted together.
+
+    Args:
+        run: a run's directory, or one of its checkpoints.
+        directory: where to; it has its name only once it is complete.
+        step: the checkpoint after this step; None takes the newest complete one.
+        dtype: `float32`, `bfloat16` or `float16`; None takes that of the files which the model was loaded from, or of
+            the master weights.
+        max_shard_bytes: the largest file, unless one tensor is larger.
+        overwrite: replace an earlier export.
+
+    Raises:
+        InputError: there is nothing to export, or `directory` is in use.
+        RunError: it can't be written.
+    """
+    checkpoint, remarks = _checkpoint(run, step)
+    home = checkpoint.path.absolute().parent.parent
+    assets = home / ASSETS
+    facts = _facts(checkpoint, assets)
+    _refuse_used(directory, home, overwrite)
+    stored = StoredModel(checkpoint.path)
+    kind: type[PreTrainedModel] = getattr(transformers, facts.kind)
+    assert kind.config_class is not None
+    config = kind.config_class.from_pretrained(assets)
+    master = getattr(torch, facts.master_dtype)
+    target: torch.dtype = getattr(torch, dtype or facts.dtype)
+    transforms = _transforms(facts, checkpoint, home, skeleton_of(kind, config, master))
+    layout = DiskLayout(skeleton_of(kind, config, master), transforms, facts.adapters, target)
+    _require_same(stored, layout, checkpoint)
+    units = layout.units(stored.tensors)
+    with _in_place(directory) as temporary:
+        writer = ShardWriter(temporary, [unit.outputs for unit in units], max_shard_bytes)
+        _require_space(temporary, writer.num_bytes)
+        _copy_assets(assets, temporary, target)
+        for unit in units:
+            writer.add(layout.convert(stored.read(unit.sources)))
+        writer.finish()
+    if not checkpoint.manifest()["export"]["tokenizer"]:
+        remarks = (*remarks, "there is no tokenizer beside the weights: the recipe has no dataset.tokenizer")
+    return Exported(
+        directory, checkpoint, writer.num_files, writer.num_bytes, str(target).removeprefix("torch."), remarks
+    )
+
+
+def _checkpoint(run: Path, step: int | None) -> tuple[Checkpoint, tuple[str, ...]]:
+    checkpoint = as_checkpoint(run.resolve())
+    if checkpoint is not None:
+        if step not in (None, checkpoint.step):
+            raise InputError(Problem(f"--step {step}: {str(run)!r} is the checkpoint of step {checkpoint.step}"))
+        return checkpoint, ()
+    if not run.is_dir():
+        raise InputError(Problem(f"no such directory: {str(run)!r}", hint="name a run's directory"))
+    if step is not None:
+        checkpoint = as_checkpoint(step_directory(run, step))
+        if checkpoint is None:
+            there = [one.step for path in sorted((run / CHECKPOINTS).glob("step_*")) if (one := as_checkpoint(path))]
+            hint = f"there are steps {', '.join(map(str, there))}" if there else "it has none"
+            raise InputError(Problem(f"--step {step}: no complete checkpoint of that step in {str(run)!r}", hint=hint))
+        return checkpoint, ()
+    found = search(run)
+    if found.newest is None:
+        hint = "name the directory of a run that has saved one"
+        raise InputError(Problem(f"no complete checkpoint in {str(run)!r}", hint=hint))
+    return found.newest, tuple(f"passed over {path}: incomplete" for path in found.passed_over)
+
+
+def _facts(checkpoint: Checkpoint, assets: Path) -> Facts:
+    record: Mapping[str, Any] | None = checkpoint.manifest().get("export")
+    if record is not None and not record["possible"]:
+        raise InputError(f"{checkpoint.path}: its model can't be exported: {record['why']}")
+    if record is None or not (assets / FACTS).is_file():
+        hint = "export from the run's own directory, or resume the run, which writes them"
+        raise InputError(Problem(f"{str(assets)!r}: the files that the run keeps for exports are not there", hint=hint))
+    facts = Facts.read(assets)
+    if not issubclass(getattr(transformers, facts.kind, object), PreTrainedModel):
+        raise InputError(f"{assets / FACTS}: the installed transformers has no model {facts.kind!r}")
+    return facts
+
+
+def _transforms(facts: Facts, checkpoint: Checkpoint, home: Path, skeleton: PreTrainedModel) -> tuple[Transformed, ...]:
+    """The weight transforms of the run's replaced modules, which only the code of their factories knows."""
+    if not facts.transformed:
+        return ()
+    manifest = checkpoint.manifest()
+    recipe = load_recipe(home / RECIPE_FILE)
+    plugins = load_plugins(
+        recipe.config.plugins, base_dir=Path(manifest["recipe"]).resolve().parent, defaults=(DefaultHooks(),)
+    )
+    sizes = {axis: manifest["world"][axis] for axis in ParallelSizes().all}
+    try:
+        ModuleReplacer(recipe.config.plan_overrides, plugins.hook.replace_module).apply_alone(skeleton, sizes)
+    except InputError as error:
+        raise recipe.located(error) from error
+    found = tuple(transformed(skeleton))
+    names = {one.dot for one in found}
+    if names != set(facts.transformed):
+        first = min(names ^ set(facts.transformed)).removesuffix(".")
+        hint = "install what the run was trained with, see versions and components in its manifest.json"
+        raise InputError(Problem(f"{first}: replaced otherwise than when the run was trained", hint=hint))
+    return found
+
+
+def _require_same(stored: StoredModel, layout: DiskLayout, checkpoint: Checkpoint) -> None:
+    """A checkpoint of the run before last may be of another model than the run's assets."""
+    needed = set(layout.adapters.sources(stored.tensors))
+    for one in layout.transforms:
+        needed = needed - set(one.replacements) | set(one.originals)
+    wanted = set(layout.skeleton.state_dict())
+    sources = {name for one in layout.adapters.merged.values() for name in one.sources}
+    if wrong := sorted((wanted ^ needed) | (sources - set(stored.tensors))):
+        raise InputError(f"{checkpoint.path}: made with another model than the run's files say: {wrong[0]!r}")
+
+
+def _refuse_used(directory: Path, home: Path, overwrite: bool) -> None:
+    shown = str(directory)
+    if directory.exists() and not directory.is_dir():
+        raise InputError(Problem(f"--to {shown}: is a file", hint="name a directory"))
+    place = directory.resolve()
+    if (
+        place == home.resolve()
+        or place in home.resolve().parents
+        or home.resolve() / CHECKPOINTS in (place, *place.parents)
+    ):
+        raise InputError(Problem(f"--to {shown}: holds the run itself", hint="name another directory"))
+    if not directory.is_dir() or not any(directory.iterdir()):
+        return
+    if not overwrite:
+        hint = "give --overwrite, or name another directory"
+        raise InputError(Problem(f"--to {shown}: is not empty", hint=hint))
+    if not (directory / _CONFIG).is_file():
+        message = f"--to {shown}: --overwrite replaces earlier exports, and this directory holds something else"
+        raise InputError(Problem(message, hint="name another directory"))
+
+
+@contextmanager
+def _in_place(directory: Path) -> Iterator[Path]:
+    """A directory beside the final one, which takes its name when the block ends well and is gone otherwise."""
+    final = directory.resolve()
+    temporary, old = (final.with_name(final.name + ending) for ending in (".tmp", ".old"))
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
+        temporary.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"can't write {directory}: {_reason(error)}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _require_space(directory: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise OSError(errno.ENOSPC, f"it takes {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).splitlines()[0]
+
+
+def _copy_assets(assets: Path, directory: Path, dtype: torch.dtype) -> None:
+    for path in sorted(assets.rglob("*")):
+        name = path.relative_to(assets)
+        if path.is_dir() or name.as_posix() == FACTS:
+            continue
+        content = path.read_bytes()
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(with_dtype(content, dtype) if name.as_posix() == _CONFIG else content)
