@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hp_core.cli.checked import checked_recipe
@@ -20,6 +21,10 @@ _EPILOG = """\
   hp-train launch k8s recipe.yaml --image registry/train:1 --volume work:/workspace | kubectl apply -f -
   hp-train launch torchrun recipe.yaml --nodes 2 --nproc 8 --rdzv-endpoint host-1:29500
 """
+
+
+# What stands for the variables of a job while it is checked.
+_SAMPLES = {"launch.rdzv_endpoint": "host:29500", "launch.rdzv_id": "job", "launch.node_rank": "0"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -139,7 +144,7 @@ def _slurm(args: argparse.Namespace) -> int:
     recipe, job = _job(args, args.workdir or os.getcwd(), resumes=not args.no_requeue)
     names = ("time", "partition", "account", "qos", "constraint", "signal_before")
     settings = slurm.Settings(**{name: getattr(args, name) for name in names}, setup=tuple(args.setup))
-    _refuse(slurm.problems(job, recipe.config, settings), recipe)
+    _require(recipe, job, slurm.problems(job, recipe.config, settings), slurm.added(job, recipe.config))
     return _print(slurm.script(job, recipe.config, settings), recipe, job)
 
 
@@ -151,7 +156,7 @@ def _kubernetes(args: argparse.Namespace) -> int:
     settings = kubernetes.Settings(
         **{name: getattr(args, name) for name in names}, volumes=tuple(args.volume), env=tuple(args.env)
     )
-    _refuse(kubernetes.problems(job, recipe.config, settings), recipe)
+    _require(recipe, job, kubernetes.problems(job, recipe.config, settings), kubernetes.added(job, recipe.config))
     return _print(kubernetes.manifest(job, recipe.config, settings), recipe, job)
 
 
@@ -159,32 +164,32 @@ def _torchrun(args: argparse.Namespace) -> int:
     from hp_core.jobs import torchrun
 
     recipe, job = _job(args, os.getcwd(), resumes=None)
-    _refuse(torchrun.problems(job, recipe.config, args.rdzv_endpoint), recipe)
+    problems = torchrun.problems(job, recipe.config, args.rdzv_endpoint)
+    _require(recipe, job, problems, torchrun.added(job, recipe.config))
     return _print(torchrun.command_line(job, recipe.config, args.rdzv_endpoint), recipe, job)
 
 
 def _job(args: argparse.Namespace, workdir: str, resumes: bool | None) -> tuple[Recipe, Job]:
-    """The checked recipe, and the job with what the recipe says where the command line doesn't.
+    """The recipe, and the job with what the recipe says where the command line doesn't.
 
     `resumes` is None where nothing but the recipe's `launch.max_restarts` starts the job again.
     """
-    numbers = ("nodes", "nproc", "gpus", "cpus")
-    _refuse(one for name in numbers for one in positive(getattr(args, name, None), f"--{name}", int(name != "gpus")))
     from hp_core.config.loader import examine
 
-    # How many processes the recipe has to fit is known once it has been read; what is wrong with it is told below.
-    first = examine(args.recipe, args.overrides).recipe
-    nodes = 1
-    if first is not None:
-        _refuse(open_number_of_nodes(args.nodes, first.config), first)
-        nodes = number_of_nodes(args.nodes, first.config)
-    nproc = args.nproc or (first.config.launch.nproc if first is not None else 1)
-    recipe = checked_recipe(args.recipe, args.overrides, args.plugin, nodes * nproc)
+    numbers = ("nodes", "nproc", "gpus", "cpus")
+    _refuse(one for name in numbers for one in positive(getattr(args, name, None), f"--{name}", int(name != "gpus")))
+    # How many processes the recipe has to fit is known only once it has been read, and machines may have no place to
+    # meet in it: the job gives them one.
+    meeting = f"--launch.rdzv_endpoint={_SAMPLES['launch.rdzv_endpoint']}"
+    read = (examine(args.recipe, [*args.overrides, *more]).recipe for more in ((), (meeting,)))
+    recipe = next(filter(None, read), None) or checked_recipe(args.recipe, args.overrides, args.plugin)
     config = recipe.config
+    _refuse(open_number_of_nodes(args.nodes, config), recipe)
+    nproc = args.nproc or config.launch.nproc
     job = Job(
         recipe=args.recipe,
         name=args.name or default_name(args.recipe),
-        nodes=nodes,
+        nodes=number_of_nodes(args.nodes, config),
         nproc=nproc,
         workdir=workdir,
         overrides=tuple(args.overrides),
@@ -195,6 +200,14 @@ def _job(args: argparse.Namespace, workdir: str, resumes: bool | None) -> tuple[
         resumes=config.launch.max_restarts > 0 if resumes is None else resumes,
     )
     return recipe, job
+
+
+def _require(recipe: Recipe, job: Job, problems: Iterable[Problem], added: Mapping[str, str]) -> None:
+    """Refuse what is wrong with the job, and with the recipe as the job will start it."""
+    _refuse(problems, recipe)
+    values = {key: _SAMPLES[key] if "$" in value else value for key, value in added.items() if key != "output_dir"}
+    kept = replace(job, overrides=tuple(one for one in job.overrides if not one.startswith("--output_dir=")))
+    checked_recipe(job.recipe, kept.overrides_with(values), job.plugins, job.nodes * job.nproc)
 
 
 def _refuse(problems: Iterable[Problem], recipe: Recipe | None = None) -> None:

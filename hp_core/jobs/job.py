@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from hp_core.errors import Problem
@@ -36,10 +37,15 @@ class Job:
     memory: str | None = None
     resumes: bool = True
 
-    def arguments(self, *added: str) -> list[str]:
-        """The arguments of `hp-train`: the recipe, what the user asked for, then what the job adds."""
+    def overrides_with(self, added: Mapping[str, str]) -> list[str]:
+        """The recipe values as options: the user's, but for those that the job sets itself, and the job's."""
+        kept = [one for one in self.overrides if one.partition("=")[0].removeprefix("--") not in added]
+        return [*kept, *(f"--{key}={value}" for key, value in added.items())]
+
+    def arguments(self, added: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+        """The arguments of `hp-train`."""
         plugins = [word for name in self.plugins for word in ("--plugin", name)]
-        return ["train", self.recipe, *plugins, *self.overrides, *added]
+        return ["train", self.recipe, *plugins, *self.overrides_with(added)]
 
 
 def default_name(recipe: str) -> str:
@@ -85,9 +91,25 @@ def contradictions(job: Job, config: TrainerConfig) -> Iterator[Problem]:
         yield Problem(message, path="checkpoint.resume", hint=hint)
 
 
-def resuming(job: Job, config: TrainerConfig) -> list[str]:
-    """The recipe values that let a job which is started again go on where it was."""
-    return ["--checkpoint.resume=latest"] if job.resumes and config.checkpoint.resume is None else []
+def resuming(job: Job, config: TrainerConfig, output_dir: str) -> dict[str, str]:
+    """The recipe values that let a job which is started again go on where it was; `output_dir` if it has none."""
+    added = {}
+    if job.resumes and config.checkpoint.resume is None:
+        added["checkpoint.resume"] = "latest"
+    if config.output_dir is None:
+        added["output_dir"] = output_dir
+    return added
+
+
+def processes(job: Job, config: TrainerConfig, *, endpoint: str, run_id: str, node_rank: str | None) -> dict[str, str]:
+    """The recipe values by which `hp-train` starts the processes of a machine, which meets the others."""
+    added = {"launch.nproc": str(job.nproc), "launch.nnodes": str(job.nodes)}
+    if job.nodes > 1:
+        added |= {"launch.rdzv_endpoint": endpoint, "launch.rdzv_id": run_id}
+        added |= {} if node_rank is None else {"launch.node_rank": node_rank}
+    # What the recipe says of other machines, or of one of them.
+    written = {f"launch.{key}": getattr(config.launch, key) for key in ("rdzv_endpoint", "rdzv_id", "node_rank")}
+    return added | {key: "null" for key, value in written.items() if value is not None and key not in added}
 
 
 def positive(number: int | None, option: str, least: int = 1) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hp_core.errors import EXIT_USER_INPUT, Problem
-from hp_core.jobs.job import Job, contradictions, fitting, positive, resuming
+from hp_core.jobs.job import Job, contradictions, fitting, positive, processes, resuming
 
 if TYPE_CHECKING:
     from hp_core.config.models import TrainerConfig
@@ -121,18 +121,18 @@ def _runtime(job: Job, settings: Settings) -> dict[str, Any]:
     }
 
 
+def added(job: Job, config: TrainerConfig) -> dict[str, str]:
+    """The recipe values that the manifest adds to the user's; some name variables that Kubeflow sets."""
+    endpoint = "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
+    meeting = processes(job, config, endpoint=endpoint, run_id=job.name, node_rank="$(PET_NODE_RANK)")
+    return resuming(job, config, f"runs/{job.name}") | meeting
+
+
 def _train_job(job: Job, config: TrainerConfig, settings: Settings) -> dict[str, Any]:
-    added = resuming(job, config)
-    added += [] if config.output_dir is not None else [f"--output_dir=runs/{job.name}"]
-    added += [f"--launch.nproc={job.nproc}", f"--launch.nnodes={job.nodes}"]
+    ours = added(job, config)
+    words = job.arguments(ours)
     # Kubernetes puts the values of variables in the place of $(NAME), and takes $$ for a plain $.
-    arguments = [word.replace("$", "$$") for word in job.arguments(*added)]
-    if job.nodes > 1:
-        arguments += [
-            "--launch.node_rank=$(PET_NODE_RANK)",
-            "--launch.rdzv_endpoint=$(PET_MASTER_ADDR):$(PET_MASTER_PORT)",
-            f"--launch.rdzv_id={job.name}",
-        ]
+    arguments = [word.replace("$", "$$") for word in words[: -len(ours)]] + words[-len(ours) :]
     resources = {"cpu": job.cpus, "memory": job.memory, "nvidia.com/gpu": job.gpus or None}
     limits = {name: str(value) for name, value in resources.items() if value is not None}
     env = [{"name": name, "value": value} for name, _, value in (one.partition("=") for one in settings.env)]

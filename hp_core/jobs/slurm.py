@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hp_core.errors import EXIT_STOPPED, Problem
-from hp_core.jobs.job import Job, contradictions, fitting, positive, resuming
+from hp_core.jobs.job import Job, contradictions, fitting, positive, processes, resuming
 
 if TYPE_CHECKING:
     from hp_core.config.models import TrainerConfig
@@ -101,13 +101,20 @@ endpoint=$head:$((12000 + SLURM_JOB_ID % 20000))
 """
 
 
-def _training(job: Job, config: TrainerConfig) -> str:
-    words = [shlex.quote(word) for word in ["hp-train", *job.arguments(*resuming(job, config))]]
+def added(job: Job, config: TrainerConfig) -> dict[str, str]:
+    """The recipe values that the script adds to the user's; some name variables of the shell."""
     # Slurm's number stays the same when the job is started again.
-    words += [] if config.output_dir is not None else [f'--output_dir=runs/{job.name}-"$SLURM_JOB_ID"']
-    words += [f"--launch.nproc={job.nproc}", f"--launch.nnodes={job.nodes}"]
-    if job.nodes > 1:
-        words += ['--launch.rdzv_endpoint="$endpoint"', '--launch.rdzv_id="$SLURM_JOB_ID"-"${SLURM_RESTART_COUNT:-0}"']
+    found = resuming(job, config, f"runs/{job.name}-$SLURM_JOB_ID")
+    run_id = "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+    return found | processes(job, config, endpoint="$endpoint", run_id=run_id, node_rank=None)
+
+
+def _training(job: Job, config: TrainerConfig) -> str:
+    ours = added(job, config)
+    theirs = job.arguments(ours)[: -len(ours)]
+    # Without the number of Slurm's step, or hp-train would take itself for one of the ranks.
+    words = ["env -u SLURM_STEP_ID", *(shlex.quote(word) for word in ["hp-train", *theirs])]
+    words += [f'--{key}="{value}"' if "$" in value else f"--{key}={value}" for key, value in ours.items()]
     # srun does not take this one over from sbatch.
     cpus = f" --cpus-per-task={job.cpus}" if job.cpus is not None else ""
     command = " \\\n    ".join([f"srun --ntasks-per-node=1{cpus} --kill-on-bad-exit=0 --wait=120", *_lines(words)])

@@ -26,6 +26,11 @@ def problems(job: Job, config: TrainerConfig, endpoint: str | None) -> Iterator[
         yield Problem(f"--rdzv-endpoint {endpoint}: one machine meets nobody", hint="give --nodes, or leave it out")
 
 
+def added(job: Job, config: TrainerConfig) -> dict[str, str]:
+    """The recipe values that the line adds to the user's; none where nothing starts the job again."""
+    return resuming(job, config, f"runs/{job.name}") if job.resumes else {}
+
+
 def command_line(job: Job, config: TrainerConfig, endpoint: str | None) -> str:
     """Return the line, with a newline. `job.resumes` stands for `launch.max_restarts`."""
     words = ["torchrun"]
@@ -37,8 +42,5 @@ def command_line(job: Job, config: TrainerConfig, endpoint: str | None) -> str:
         where = endpoint if has_port else f"{endpoint}:{PORT}"
         words += [f"--nnodes={job.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={where}", f"--rdzv-id={job.name}"]
     words.append(f"--nproc-per-node={job.nproc}")
-    added = resuming(job, config)
-    if job.resumes:
-        words.append(f"--max-restarts={config.launch.max_restarts}")
-        added += [] if config.output_dir is not None else [f"--output_dir=runs/{job.name}"]
-    return shlex.join([*words, "-m", "hp_core", *job.arguments(*added)]) + "\n"
+    words += [f"--max-restarts={config.launch.max_restarts}"] if job.resumes else []
+    return shlex.join([*words, "-m", "hp_core", *job.arguments(added(job, config))]) + "\n"

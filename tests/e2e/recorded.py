@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,6 +64,9 @@ class RecordedTrainer(TextTrainer):
     def _stop_here(self) -> None:
         if self.run.state.step == self.stop_at and self.setup.rank == self.rank:
             os.kill(os.getpid(), signal.SIGUSR1)
+            # It is noted by a thread, which may come after the next boundary on a busy machine.
+            while not self.stop.is_asked:
+                time.sleep(0.001)
 
     def _left(self) -> str:
         found = hashlib.sha256()

@@ -126,14 +126,13 @@ def test_the_manifest_is_what_kubeflow_takes(tmp_path, monkeypatch):
         "train",
         "x/tiny.yaml",
         "--training.global_batch_size=8",
-        "--output_dir=null",
         "--checkpoint.resume=latest",
         "--output_dir=runs/tiny",
         "--launch.nproc=4",
         "--launch.nnodes=2",
-        "--launch.node_rank=$(PET_NODE_RANK)",
         "--launch.rdzv_endpoint=$(PET_MASTER_ADDR):$(PET_MASTER_PORT)",
         "--launch.rdzv_id=tiny",
+        "--launch.node_rank=$(PET_NODE_RANK)",
     ]
 
 

@@ -144,3 +144,35 @@ def test_help_has_no_traceback_and_every_kind(tmp_path: Path) -> None:
     for kind in ("slurm", "k8s", "torchrun"):
         with pytest.raises(SystemExit, match=r"^0$"):
             hp_train_here("launch", kind, "--help")
+
+
+def test_what_the_job_sets_takes_the_place_of_what_the_user_wrote(tmp_path):
+    """A recipe value that is given twice would be refused when the job starts."""
+    values = ("--launch.nproc=3", "--launch.node_rank=1", "--output_dir=null", "--checkpoint.resume=null")
+    done = hp_train_here("launch", "slurm", str(recipe(tmp_path)), "--nodes", "2", "--nproc", "2", *values)
+    assert done.returncode == 0, done.stderr
+    keys = [word.partition("=")[0] for word in done.stdout.split() if word.startswith("--")]
+    for key in ("--launch.nproc", "--launch.node_rank", "--output_dir", "--checkpoint.resume"):
+        assert keys.count(key) == 1, key
+    assert "--launch.nproc=2 " in done.stdout
+    assert "--launch.node_rank=null" in done.stdout
+
+
+def test_what_the_job_would_refuse_is_refused_here(tmp_path):
+    path = recipe(tmp_path, extra="launch: {nproc: 1}\n")
+    done = hp_train_here("launch", "slurm", str(path), "--nodes", "3")
+    assert done.returncode == 2
+    assert "global_batch_size: 4 rows can't be cut into micro-batches of 1 on 3 ranks" in done.stderr
+
+
+def test_what_a_recipe_says_of_other_machines_does_not_get_in_the_way(tmp_path):
+    path = recipe(tmp_path, extra="launch: {nnodes: 2, rdzv_endpoint: 'a:1', rdzv_id: x, node_rank: 1}\n")
+    alone = hp_train_here("launch", "slurm", str(path), "--nodes", "1")
+    assert alone.returncode == 0, alone.stderr
+    for key in ("rdzv_endpoint", "rdzv_id", "node_rank"):
+        assert f"--launch.{key}=null" in alone.stdout
+    both = hp_train_here("launch", "slurm", str(path))
+    assert both.returncode == 0, both.stderr
+    assert "#SBATCH --nodes=2\n" in both.stdout
+    assert "a:1" not in both.stdout
+    assert "--launch.node_rank=null" in both.stdout
