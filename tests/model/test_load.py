@@ -1,0 +1,16 @@
+"""How much of the weight files ranks read."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.benchmarks.bytes_read import bytes_read
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts pages that the Linux kernel marks as accessed")
+def test_ranks_that_share_a_model_read_each_byte_once_and_copies_read_it_each() -> None:
+    assert 0.99 < bytes_read()["bytes_read_ratio"] < 1.05
+    # That it can tell is part of the test.
+    assert 1.98 < bytes_read(copies=2)["bytes_read_ratio"] < 2.1
