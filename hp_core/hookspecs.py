@@ -249,6 +249,35 @@ def build_lr_scheduler(config: Any, optimizer: Any, train_iters: int) -> Any:
 
 
 @_hookspec
+def load_state(run: Any, state: Any) -> None:
+    """Take back what `save_state` gave.
+
+    When: once in a process that resumes, when everything is built and loaded, before `on_train_start`; not if there
+        is nothing to take back. A checkpoint that lacks the state of an active plugin, or has that of one which isn't,
+        is refused unless `checkpoint.allow_plugin_changes` is true.
+    Ranks: every rank, with what its counterpart saved: on other ranks than before, that of the rank which computes the
+        loss on the same tokens, or else of the first.
+
+    Args:
+        run: the run, with its `config`, `directory`, `model`, `optimizer` and `state` (counters). Read-only.
+        state: the dict that this plugin gave, with tensors on the CPU and tuples as they were.
+
+    Returns:
+        Nothing; a value is ignored. Raise `hp_core.errors.InputError` to refuse the state.
+
+    Example:
+        @hookimpl
+        def save_state():
+            return {"seen": dict(SEEN)}
+
+
+        @hookimpl
+        def load_state(state):
+            SEEN.update(state["seen"])
+    """
+
+
+@_hookspec
 def on_train_start(run: Any) -> None:
     """Prepare for the first step.
 
@@ -333,6 +362,33 @@ def on_evaluate(run: Any, evaluation: Mapping[str, Any]) -> None:
         @hookimpl
         def on_evaluate(evaluation):
             print(f"perplexity {math.exp(evaluation['eval_loss']):.1f}")
+    """
+
+
+@_hookspec
+def save_state(run: Any) -> Any:
+    """Give what the plugin has to find again when the run resumes.
+
+    When: when a checkpoint is made, at the end of its step; it must be quick. The checkpoint holds a copy, so what is
+        given may change afterwards. A plugin that has this hook has `load_state` too, and neither can be a wrapper.
+    Ranks: every rank; each keeps its own.
+
+    Args:
+        run: the run. Read-only.
+
+    Returns:
+        A dict of what JSON can hold (dicts with string keys, lists, numbers, strings, booleans, None) and plain
+        tensors. None if there is nothing to find again.
+
+    Example:
+        @hookimpl
+        def save_state():
+            return {"seen": dict(SEEN)}
+
+
+        @hookimpl
+        def load_state(state):
+            SEEN.update(state["seen"])
     """
 
 

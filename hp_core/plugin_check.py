@@ -22,6 +22,7 @@ HOST = "hyperparallel"
 
 # A helper may well be called `replace_modules`; only a name this close to a hook's is taken for a typing error.
 _TYPO_RATIO = 0.9
+_STATE_HOOKS = ("save_state", "load_state")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def check_plugin(plugin: object) -> tuple[tuple[HookFunction, ...], tuple[Proble
         problems += faults
         if hook is not None and not faults:
             implementations.append(HookFunction(hook, function, options["wrapper"]))
-    problems += _repeated(implementations)
+    problems += _repeated(implementations) + _state_faults(implementations)
     if not implementations and not problems:
         problems.append(Problem("has no hookimpl", hint="decorate its functions with @hookimpl from hp_core.hookspecs"))
     return tuple(implementations), tuple(problems)
@@ -171,6 +172,21 @@ def _repeated(implementations: list[HookFunction]) -> list[Problem]:
         for name in dict.fromkeys(names)
         if names.count(name) > 1
     ]
+
+
+def _state_faults(implementations: list[HookFunction]) -> list[Problem]:
+    """What a plugin saves it must load, and both concern this plugin alone."""
+    own = {one.hook.name: one for one in implementations if one.hook.name in _STATE_HOOKS}
+    problems = [
+        Problem(f"the wrapper {name!r} has nothing to wrap: each plugin's state is its own", hint="use hookimpl()")
+        for name, one in own.items()
+        if one.wrapper
+    ]
+    if len(own) == 1:
+        (name,) = own
+        other = next(one for one in _STATE_HOOKS if one != name)
+        problems.append(Problem(f"implements {name!r} without {other!r}", hint=f"add {hooks()[other].signature}"))
+    return problems
 
 
 def _host() -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from hp_core.plugin_status import Row
 
 GROUP = "hp.plugins"
+_LISTED = re.compile(r"plugins\[(\d+)\]")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class PluginRecord:
     hooks: tuple[str, ...]
     sha256: str | None = None
 
+    @property
+    def key(self) -> str:
+        """What tells it apart from every other plugin: `package:name`, or the path of a one-file plugin."""
+        return self.name if self.distribution is None else f"{self.distribution}:{self.name}"
+
     def __str__(self) -> str:
         origin = self.source if self.distribution is None else f"{self.distribution} {self.version}"
         return f"plugin {self.name!r} ({origin})"
@@ -54,6 +62,19 @@ class Plugins:
 
     hook: pluggy.HookRelay
     records: tuple[PluginRecord, ...]
+
+    def of_each(self, hook: str) -> dict[str, Callable[..., Any]]:
+        """Each plugin's own implementation of a hook, by `PluginRecord.key` in the recipe's order.
+
+        Called with the hook's arguments by name; for hooks that concern each plugin by itself.
+        """
+        caller: pluggy.HookCaller = getattr(self.hook, hook)
+        found: dict[int, pluggy.HookImpl] = {}
+        for one in caller.get_hookimpls():
+            place = _LISTED.fullmatch(one.plugin_name)
+            if place is not None:
+                found[int(place.group(1))] = one
+        return {self.records[index].key: partial(_call_one, found[index]) for index in sorted(found)}
 
 
 class InstalledPlugins:
@@ -257,6 +278,10 @@ def _manager(candidates: Sequence[_Candidate], defaults: Sequence[object]) -> pl
         manager.register(GuardedPlugin(str(one.record), one.functions), name=f"plugins[{one.index}]")
     manager.check_pending()
     return manager
+
+
+def _call_one(implementation: pluggy.HookImpl, **arguments: Any) -> Any:
+    return implementation.function(*(arguments[name] for name in implementation.argnames))
 
 
 def _new_manager() -> pluggy.PluginManager:

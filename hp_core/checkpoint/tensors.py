@@ -19,8 +19,17 @@ OPTIMIZER = "optimizer/"
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters and persistent buffers by `model/FQN`; the tensors themselves, not copies."""
-    return {f"{MODEL}{fqn}": tensor.detach() for fqn, tensor in model.state_dict(keep_vars=True).items()}
+    """The model's parameters and persistent buffers by `model/FQN`; the tensors themselves, not copies.
+
+    Raises:
+        RunError: its state holds something else, which would have to be pickled.
+    """
+    found = {}
+    for fqn, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise RunError(f"model: {fqn!r} of its state is a {type(value).__name__}; only tensors can be saved")
+        found[f"{MODEL}{fqn}"] = value.detach()
+    return found
 
 
 def optimizer_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, torch.Tensor]:
@@ -48,6 +57,45 @@ def optimizer_scalars(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict
                 raise RunError(f"optimizer state {key!r} of {fqn} is a {type(value).__name__}; it can't be saved")
             scalars.setdefault(fqn, {})[key] = value
     return scalars
+
+
+def optimizer_keys(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, list[str]]:
+    """What the optimizers hold of each parameter that they hold anything of, by FQN: the names, sorted."""
+    return {
+        fqn: sorted(key for key, value in state.items() if value is not None)
+        for fqn, state in _states(model, optimizers)
+        if state
+    }
+
+
+def require_whole_state(
+    wanted: Mapping[str, Sequence[str]],
+    tensors: Iterable[str],
+    scalars: Mapping[str, Mapping[str, Any]],
+    path: Path,
+) -> None:
+    """Refuse a checkpoint that lacks a part of what an optimizer held of a parameter, or has more than it held.
+
+    Args:
+        wanted: what was saved, see `optimizer_keys`.
+        tensors: the names of the checkpoint's tensors.
+        scalars: its numbers, see `optimizer_scalars`.
+        path: the checkpoint.
+
+    Raises:
+        InputError: names the parameter and what differs.
+    """
+    found: dict[str, set[str]] = {fqn: set(values) for fqn, values in scalars.items()}
+    for name in tensors:
+        if name.startswith(OPTIMIZER):
+            fqn, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+            found.setdefault(fqn, set()).add(key)
+    for fqn in sorted(set(wanted) | set(found)):
+        differing = set(wanted.get(fqn, ())) ^ found.get(fqn, set())
+        if differing:
+            key = min(differing)
+            what = "lacks" if key in wanted.get(fqn, ()) else "has, though it was not saved,"
+            raise InputError(f"{path}: {what} the optimizer state {key!r} of {fqn!r}")
 
 
 def empty_optimizer_tensors(model: nn.Module, metadata: Metadata) -> dict[str, torch.Tensor]:

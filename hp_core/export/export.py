@@ -15,7 +15,16 @@ import transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from hp_core.checkpoint.layout import CHECKPOINTS, Checkpoint, as_checkpoint, search, step_directory
+from hp_core.checkpoint.integrity import problems_of, records_of
+from hp_core.checkpoint.layout import (
+    CHECKPOINTS,
+    Checkpoint,
+    as_checkpoint,
+    complete_checkpoints,
+    search,
+    step_directory,
+)
+from hp_core.checkpoint.reading import problem_of_shards
 from hp_core.config import load_recipe
 from hp_core.errors import InputError, Problem, RunError
 from hp_core.export.assets import FACTS, Facts, with_dtype
@@ -103,21 +112,34 @@ def _checkpoint(run: Path, step: int | None) -> tuple[Checkpoint, tuple[str, ...
     if checkpoint is not None:
         if step not in (None, checkpoint.step):
             raise InputError(Problem(f"--step {step}: {str(run)!r} is the checkpoint of step {checkpoint.step}"))
-        return checkpoint, ()
+        return _intact(checkpoint), ()
     if not run.is_dir():
         raise InputError(Problem(f"no such directory: {str(run)!r}", hint="name a run's directory"))
     if step is not None:
         checkpoint = as_checkpoint(step_directory(run, step))
         if checkpoint is None:
-            there = [one.step for path in sorted((run / CHECKPOINTS).glob("step_*")) if (one := as_checkpoint(path))]
+            there = [one.step for one in complete_checkpoints(run)]
             hint = f"there are steps {', '.join(map(str, there))}" if there else "it has none"
             raise InputError(Problem(f"--step {step}: no complete checkpoint of that step in {str(run)!r}", hint=hint))
-        return checkpoint, ()
+        return _intact(checkpoint), ()
     found = search(run)
     if found.newest is None:
         hint = "name the directory of a run that has saved one"
         raise InputError(Problem(f"no complete checkpoint in {str(run)!r}", hint=hint))
-    return found.newest, tuple(f"passed over {path}: incomplete" for path in found.passed_over)
+    return _intact(found.newest), tuple(map(str, found.passed_over))
+
+
+def _intact(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, whose files are as they were written as far as can be told."""
+    if checkpoint.is_listed:
+        records = records_of(checkpoint)
+        problem = next(iter(problems_of(checkpoint.path, records, list(records))), None)
+    else:
+        problem = problem_of_shards(checkpoint.path)
+    if problem is not None:
+        hint = "export another one with --step"
+        raise InputError(Problem(f"{checkpoint.path}: is not what was written: {problem}", hint=hint))
+    return checkpoint
 
 
 def _facts(checkpoint: Checkpoint, assets: Path) -> Facts:

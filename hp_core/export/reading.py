@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from hp_core.checkpoint.reading import Reader, read_metadata
 from hp_core.checkpoint.tensors import MODEL
 from hp_core.errors import InputError
 
@@ -24,13 +24,9 @@ class StoredModel:
     def __init__(self, path: Path) -> None:
         """Read what there is. Raises `InputError` for a checkpoint that can't be read."""
         self.path = path
-        self._reader = dcp.FileSystemReader(path)
-        try:
-            self._metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        # A broken file raises whatever its bytes happen to spell.
-        except Exception as error:
-            raise InputError(f"{path}: can't be read: {_first_line(error)}") from error
+        self._reader = Reader(path)
+        self._metadata = read_metadata(path)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self.tensors = {
             name.removeprefix(MODEL): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
             for name, stored in self._metadata.state_dict_metadata.items()

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from hp_core.checkpoint.layout import CHECKPOINTS, MANIFEST, Checkpoint, Search, named, search, set_aside
+from hp_core.checkpoint.layout import CHECKPOINTS, MANIFEST, Checkpoint, Search, clean, named, search, set_aside
 from hp_core.errors import InputError, Problem
 from hp_core.observe.trackers import METRICS_FILE
 
@@ -50,8 +50,18 @@ def run_name(recipe: Path) -> str:
     return recipe.resolve().parent.name if recipe.stem == "recipe" else recipe.stem
 
 
-def choose(*, recipe: Path, output_dir: str | None, resume: str | None, overwrite: bool, now: datetime) -> RunDirectory:
+def choose(
+    *,
+    recipe: Path,
+    output_dir: str | None,
+    resume: str | None,
+    overwrite: bool,
+    now: datetime,
+    broken: Mapping[Path, str] | None = None,
+) -> RunDirectory:
     """Decide where the run writes and what it resumes from. A directory with a made-up name is made at once.
+
+    `broken` are checkpoints that are passed over, and what is wrong with them.
 
     Raises:
         InputError: the directory already holds a run, or there is nothing to resume from at a path.
@@ -64,15 +74,15 @@ def choose(*, recipe: Path, output_dir: str | None, resume: str | None, overwrit
     name = f"{run_name(recipe)}-{now:%Y%m%d-%H%M%S}"
     if resume == "latest":
         where = [Path(output_dir)] if output_dir else _earlier_runs(recipe)
-        return _latest(where, lambda: Path(output_dir) if output_dir else _reserve(Path("runs"), name))
+        return _latest(where, lambda: Path(output_dir) if output_dir else _reserve(Path("runs"), name), broken)
     if resume is not None:
-        found = named(Path(resume))
+        found = named(Path(resume), broken)
         home = _home(found)
         path = Path(output_dir) if output_dir else home or _reserve(Path("runs"), name)
         continues = home is not None and path.resolve() == home.resolve()
         if not continues:
             _refuse_used(path, overwrite=False)
-        return RunDirectory(path, found.newest, continues, _resumed(found))
+        return RunDirectory(path, found.newest, continues, _resumed(found), reserved=not output_dir and home is None)
     fresh = Path(output_dir) if output_dir else _reserve(Path("runs"), name)
     _refuse_used(fresh, overwrite)
     return RunDirectory(fresh, reserved=output_dir is None)
@@ -118,7 +128,10 @@ def lock(directory: RunDirectory) -> FileLock:
 
 
 def clear(directory: RunDirectory, *, overwrite: bool) -> None:
-    """Clear an old run out of the directory when `overwrite` is given, and set one that goes back, back."""
+    """Clear an old run out of the directory when `overwrite` is given, and set one that goes back, back.
+
+    What a process that was killed has left half done goes too.
+    """
     if overwrite:
         for name in _RUN_FILES:
             path = directory.path / name
@@ -126,6 +139,7 @@ def clear(directory: RunDirectory, *, overwrite: bool) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+    clean(directory.path)
     if directory.checkpoint is not None and directory.continues:
         set_aside(directory.path, after=directory.checkpoint.step)
 
@@ -157,13 +171,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _latest(where: list[Path], fresh: Callable[[], Path]) -> RunDirectory:
+def _latest(where: list[Path], fresh: Callable[[], Path], broken: Mapping[Path, str] | None) -> RunDirectory:
     passed: list[str] = []
     for path in where:
-        found = search(path)
+        found = search(path, broken)
         if found.newest is not None:
             return RunDirectory(path, found.newest, True, (*passed, *_resumed(found)))
-        passed += [f"passed over {incomplete}: incomplete" for incomplete in found.passed_over]
+        passed += map(str, found.passed_over)
     nothing = "checkpoint.resume is latest and no complete checkpoint was found: starting at step 0"
     path = fresh()
     continues = any(other.resolve() == path.resolve() and _holds_run(other) for other in where)
@@ -182,8 +196,7 @@ def _home(found: Search) -> Path | None:
 
 def _resumed(found: Search) -> tuple[str, ...]:
     assert found.newest is not None
-    passed = tuple(f"passed over {path}: incomplete" for path in found.passed_over)
-    return (*passed, f"resuming from {found.newest.path} (step {found.newest.step})")
+    return (*map(str, found.passed_over), f"resuming from {found.newest.path} (step {found.newest.step})")
 
 
 def _earlier_runs(recipe: Path) -> list[Path]:

@@ -143,7 +143,10 @@ class HookChecks:
             overrides = [_REPLACING] * (self.recipe is None and "replace_module" in hooks)
             overrides += self._others(text)
             try:
-                run_recipe(text, overrides, folder, plugins=plugins)
+                run = run_recipe(text, overrides, folder, plugins=plugins)
+                if "load_state" in hooks and not failing:
+                    again = f"checkpoint.resume={run.directory}"
+                    run_recipe(text, [*overrides, again], folder, plugins=plugins)
             except Exception as error:
                 return error
         return None

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from hp_core.checkpoint.layout import as_checkpoint
-from hp_core.checkpoint.store import load_checkpoint, optimizer_names, save_checkpoint
+from hp_core.checkpoint.saver import Contents, save_checkpoint
+from hp_core.checkpoint.store import load_checkpoint, optimizer_names
 from hp_core.parallel.fsdp import shard_model
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.testing.checks import require, whole
@@ -102,16 +103,8 @@ def save(path: str | Path, model: nn.Module, optimizer: Optimizer, setup: Distri
     """Write a checkpoint as a run does it."""
     parts = parts_of(optimizer)
     state = {"optimizers": optimizer_names(parts), "world_size": setup.world_size}
-    return save_checkpoint(
-        Path(path),
-        2,
-        model=model,
-        loss_fn=nn.Module(),
-        optimizers=parts,
-        trainer_state=state,
-        manifest={},
-        setup=setup,
-    )
+    contents = Contents(2, model, nn.Module(), parts, trainer_state=state, manifest={})
+    return save_checkpoint(Path(path), contents, setup)
 
 
 def load(path: Path, model: nn.Module, optimizer: Optimizer, setup: DistributedSetup) -> None:

@@ -62,6 +62,7 @@ _ARGUMENTS: Mapping[str, tuple[type, ...]] = {
     "optimizer": (Optimizer,),
     "train_iters": (int,),
     "run": (Run,),
+    "state": (dict,),
     "model_inputs": (dict,),
     "loss_inputs": (dict,),
     "step": (int,),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -10,6 +12,7 @@ from hp_core.checkpoint.layout import Checkpoint
 from hp_core.checkpoint.saver import Contents
 from hp_core.checkpoint.store import load_checkpoint, optimizer_names
 from hp_core.errors import InputError, Problem
+from hp_core.training.plugin_state import plugin_state, restore_plugins
 from hp_core.training.protocols import parts_of
 from hp_core.training.run import Run
 from hp_core.training.schedule import restore_scheduler, scheduler_state
@@ -42,7 +45,7 @@ def contents_of(
             "metrics": {name: value for row in rows for name, value in row.items()},
         },
         manifest=run.manifest,
-        plugin_state={},
+        plugin_state=plugin_state(run),
     )
 
 
@@ -75,7 +78,7 @@ def restore(
                 hint=f"write seed: {state['seed']}, or start a new run",
             )
         )
-    same_streams = load_checkpoint(
+    restored = load_checkpoint(
         checkpoint,
         model=model,
         loss_fn=loss_fn,
@@ -84,8 +87,14 @@ def restore(
         setup=run.setup,
     )
     restore_scheduler(lr_scheduler, optimizer, state["lr_scheduler"])
-    if not same_streams:
-        run.console.say(
-            f"the checkpoint was written by {state['world_size']} ranks: random streams (dropout) start anew, "
-            "everything else goes on"
-        )
+    restore_plugins(run, restored.plugin_state, checkpoint.path)
+    if restored.new_ranks:
+        run.console.say(_told_of(restored.new_ranks, run.setup.world_size))
+
+
+def _told_of(new_ranks: Sequence[int], world_size: int) -> str:
+    """What the user should know of random streams that start anew."""
+    if len(new_ranks) == world_size:
+        return "the random streams (dropout) of all ranks start anew, everything else goes on"
+    listed = ", ".join(map(str, new_ranks))
+    return f"the random streams (dropout) of ranks {listed} are new, the others go on; so does everything else"

@@ -50,6 +50,8 @@ class Checkpointing:
         step = self._run.state.step
         if step != self._saved_step:
             self._saved_step = step
+            # Announced before the next save can take its place.
+            self._announce(self._saver.finish())
             self._announce(self._saver.start(self._contents()))
 
     def flags(self, *, stop: bool) -> list[int]:
@@ -89,3 +91,5 @@ class Checkpointing:
         for path in paths:
             self._run.console.say(f"step {int(path.name.rpartition('_')[2])}: saved {path}")
             self._run.plugins.hook.on_checkpoint(run=self._run, path=path)
+        for note in self._saver.take_notes():
+            self._run.console.say(note)

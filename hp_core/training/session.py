@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hp_core.checkpoint.verify import problem_with, remark_on
 from hp_core.config import Recipe, TrainerConfig
 from hp_core.config.render import resolved_yaml
 from hp_core.errors import HpError, InputError
@@ -129,7 +130,9 @@ def _be_deterministic() -> None:
 
 
 def _directory(recipe: Recipe, setup: DistributedSetup, overwrite: bool) -> RunDirectory:
-    config = recipe.config
+    """Where the run writes, and the newest intact checkpoint that it goes on from."""
+    config, now = recipe.config, datetime.now()
+    broken: dict[Path, str] = {}
 
     def pick() -> RunDirectory:
         return choose(
@@ -137,11 +140,22 @@ def _directory(recipe: Recipe, setup: DistributedSetup, overwrite: bool) -> RunD
             output_dir=config.output_dir,
             resume=config.checkpoint.resume,
             overwrite=overwrite,
-            now=datetime.now(),
+            now=now,
+            broken=broken,
         )
 
-    # The main rank decides for all: clocks differ, and choosing may make a directory.
-    return on_main(pick, setup)
+    while True:
+        # The main rank decides for all: clocks differ, and choosing may make a directory.
+        directory = on_main(pick, setup)
+        if directory.checkpoint is None:
+            return directory
+        problem = problem_with(directory.checkpoint, setup)
+        if problem is None:
+            remark = remark_on(directory.checkpoint)
+            return dataclasses.replace(directory, messages=(*directory.messages, *([remark] if remark else [])))
+        broken[directory.checkpoint.path] = problem
+        if setup.environment.is_main:
+            release(directory)
 
 
 def _manifest(

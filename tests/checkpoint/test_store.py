@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import hp_core.checkpoint.store as store
-from hp_core.checkpoint.layout import METADATA, TRAINER_STATE, as_checkpoint, search, step_directory
-from hp_core.checkpoint.store import load_checkpoint, optimizer_names, save_checkpoint
+import hp_core.checkpoint.writing as writing
+from hp_core.checkpoint.layout import METADATA, TRAINER_STATE, PassedOver, as_checkpoint, search, step_directory
+from hp_core.checkpoint.saver import Contents, save_checkpoint
+from hp_core.checkpoint.store import Restored, load_checkpoint, optimizer_names
 from hp_core.errors import InputError, RunError
 from hp_core.testing.ranks import run_ranks
 from hp_core.training.protocols import parts_of
@@ -52,19 +53,11 @@ def take_steps(model, optimizer, steps: int, idle: str | None = None) -> None:
 def save(setup, run: str, step: int, model, optimizer) -> Path:
     optimizers = parts_of(optimizer)
     state = {"optimizers": optimizer_names(optimizers), "world_size": setup.world_size, "state": {"step": step}}
-    return save_checkpoint(
-        Path(run),
-        step,
-        model=model,
-        loss_fn=torch.nn.Module(),
-        optimizers=optimizers,
-        trainer_state=state,
-        manifest={"step": step},
-        setup=setup,
-    )
+    contents = Contents(step, model, torch.nn.Module(), optimizers, trainer_state=state, manifest={"step": step})
+    return save_checkpoint(Path(run), contents, setup)
 
 
-def load(setup, path: Path | str, model, optimizer) -> bool:
+def load(setup, path: Path | str, model, optimizer) -> Restored:
     checkpoint = as_checkpoint(Path(path))
     assert checkpoint is not None
     parts = parts_of(optimizer)
@@ -95,7 +88,7 @@ class Outcome:
     contents: dict[str, Any]
     later: dict[str, Any]
     drawn: torch.Tensor
-    restored: bool = False
+    new_ranks: tuple[int, ...] = ()
 
 
 def save_on_ranks(environment, run: str) -> dict[str, Outcome]:
@@ -106,7 +99,7 @@ def save_on_ranks(environment, run: str) -> dict[str, Outcome]:
             model, optimizer = make(setup, name, groups=(ParameterGroup(match=FROZEN, frozen=True),))
             take_steps(model, optimizer, 3, idle=IDLE)
             saved = contents(model, optimizer)
-            seed_everything(5, setup.rank)
+            seed_everything(5, setup.random_rank)
             save(setup, f"{run}/{name}", 3, model, optimizer)
             assert same(saved, contents(model, optimizer))
             drawn = torch.rand(4)
@@ -126,7 +119,7 @@ def load_on_ranks(environment, run: str) -> dict[str, Outcome]:
             restored = load(setup, path, model, optimizer)
             loaded, drawn = contents(model, optimizer), torch.rand(4)
             take_steps(model, optimizer, 2, idle=IDLE)
-            outcomes[name] = Outcome(loaded, contents(model, optimizer), drawn, restored)
+            outcomes[name] = Outcome(loaded, contents(model, optimizer), drawn, restored.new_ranks)
     return outcomes
 
 
@@ -149,11 +142,12 @@ def test_weights_and_state_come_back_bit_for_bit_on_any_number_of_ranks(written,
         for name, loaded in result.items():
             saved = outcomes[0][name]
             assert same(loaded.contents, saved.contents), name
-            assert loaded.restored == (writers == readers)
-            if writers == readers:
-                # From there on as if the run had never stopped, random streams included.
-                assert same(loaded.later, saved.later), name
+            assert loaded.new_ranks == tuple(range(writers, readers))
+            if rank < writers:
                 assert torch.equal(loaded.drawn, outcomes[rank][name].drawn)
+            if writers == readers:
+                # From there on as if the run had never stopped.
+                assert same(loaded.later, saved.later), name
     if readers == 2:
         # New streams differ between the ranks as the old ones did.
         assert not torch.equal(results[0]["sgd"].drawn, results[1]["sgd"].drawn)
@@ -273,7 +267,7 @@ def zero(file: Path) -> None:
     file.write_bytes(bytes(file.stat().st_size))
 
 
-@pytest.mark.parametrize("pattern", ["*.distcp", METADATA, "random_rank_*.pt", TRAINER_STATE])
+@pytest.mark.parametrize("pattern", ["*.distcp", METADATA, "rank_*.pt", TRAINER_STATE])
 @pytest.mark.parametrize("damage", [remove, truncate, empty, zero])
 def test_a_damaged_file_is_the_user_s_to_know_of(checkpoint, pattern, damage):
     setup, path = checkpoint
@@ -319,7 +313,7 @@ def test_a_left_over_directory_never_counts_and_is_replaced(checkpoint, tmp_path
     (left_over / "junk").touch()
     assert as_checkpoint(left_over) is None
     assert search(tmp_path).newest is None
-    assert search(tmp_path).passed_over == (left_over,)
+    assert search(tmp_path).passed_over == (PassedOver(left_over, "incomplete"),)
     written = save(setup, str(tmp_path), 2, *make(setup))
     assert [one.name for one in written.parent.iterdir()] == ["step_00000002"]
     assert not (written / "junk").exists()
@@ -342,14 +336,14 @@ def test_saving_a_step_that_exists_replaces_it(checkpoint):
     assert same(contents(again, other), contents(model, optimizer))
 
 
-@pytest.mark.parametrize("function", ["_write_json", "_rename", "random_state"])
+@pytest.mark.parametrize("function", ["write_file", "put_in_place", "listed"])
 def test_a_disk_that_is_full_leaves_what_was_there(checkpoint, monkeypatch, function):
     setup, path = checkpoint
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, function, full)
+    monkeypatch.setattr(writing, function, full)
     with pytest.raises(RunError, match=f"can't write checkpoint {path}: .*No space left on device"):
         save(setup, str(path.parent.parent), 1, *make(setup))
     monkeypatch.undo()
@@ -379,14 +373,14 @@ def save_with_loss(environment, run: str) -> None:
         loss_fn = Remembers(model)
         loss_fn.mean += 3
         state = {"optimizers": optimizer_names(parts_of(optimizer)), "world_size": setup.world_size}
-        parts = {"model": model, "loss_fn": loss_fn, "optimizers": parts_of(optimizer)}
-        save_checkpoint(Path(run), 1, **parts, trainer_state=state, manifest={}, setup=setup)
+        contents = Contents(1, model, loss_fn, parts_of(optimizer), trainer_state=state, manifest={})
+        save_checkpoint(Path(run), contents, setup)
 
 
 def test_a_loss_that_holds_the_model_is_stored_without_it(tmp_path):
     run_ranks(save_with_loss, 2, str(tmp_path))
     checkpoint = as_checkpoint(step_directory(tmp_path, 1))
-    assert set(torch.load(checkpoint.path / "loss_rank_00000.pt", weights_only=True)) == {"mean"}
+    assert set(torch.load(checkpoint.path / "rank_00000.pt", weights_only=True)["loss"]) == {"mean"}
     with a_setup() as setup:
         model, optimizer = make(setup)
         parts = {"model": model, "optimizers": parts_of(optimizer), "seed": 3, "setup": setup}

@@ -264,18 +264,29 @@ def test_an_export_that_fails_leaves_the_earlier_one(run, tmp_path, monkeypatch)
     assert all(torch.equal(before[name], value) for name, value in weights(tmp_path / "out").items())
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "zeroed", "metadata"])
 def test_a_broken_checkpoint_is_refused(damage, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000004"
     shard = next(checkpoint.glob("*.distcp"))
     if damage == "cut":
         shard.write_bytes(shard.read_bytes()[:5000])
-    else:
+    elif damage == "gone":
         shard.unlink()
+    elif damage == "zeroed":
+        content = shard.read_bytes()
+        shard.write_bytes(content[:8000] + bytes(len(content) - 8000))
+    else:
+        # What would run if it were unpickled.
+        (checkpoint / "files.json").unlink()
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        state.pop("format")
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+        (checkpoint / ".metadata").write_bytes(f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR.".encode())
     with pytest.raises(InputError, match="step_00000004"):
         export_checkpoint(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_checkpoint_without_its_run_is_told_what_it_lacks(run, tmp_path):

@@ -261,7 +261,7 @@ def test_resuming_into_another_directory_does_not_continue_the_first():
         ("nowhere", "no such directory"),
         ("notes.txt", "no such directory"),
         ("empty", "no complete checkpoint in it"),
-        ("out", "no complete checkpoint in it"),
+        ("out", "no complete checkpoint in it; passed over out/checkpoints/step_00000003: incomplete"),
         ("out/checkpoints/step_00000003", "no complete checkpoint in it"),
         ("out/checkpoints/step_00000004", "no such directory"),
     ],

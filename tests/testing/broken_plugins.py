@@ -27,6 +27,14 @@ class Everything:
         assert plan.explain()
 
     @hookimpl
+    def save_state(self, run):
+        return {"step": run.state.step}
+
+    @hookimpl
+    def load_state(self, run, state):
+        assert state["step"] == run.state.step
+
+    @hookimpl
     def build_loss(self, config):
         return None
 
