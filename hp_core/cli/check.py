@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from hp_core.cli import processes
 from hp_core.cli.checked import checked_recipe
 from hp_core.cli.checked_loss import checked_loss
 from hp_core.errors import InputError
@@ -26,14 +27,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "-p", "--plugin", action="append", default=[], metavar="NAME", help="a plugin to activate besides the recipe's"
     )
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes on this host (launch.nproc)")
+    processes.add_options(parser)
     parser.set_defaults(func=run, takes_overrides=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the recipe, load its plugins and try its loss; raises `InputError` with every problem."""
-    overrides = [*args.overrides, *([] if args.nproc is None else [f"--launch.nproc={args.nproc}"])]
-    recipe = checked_recipe(args.recipe, overrides, args.plugin, with_class=True)
+    recipe = checked_recipe(args.recipe, processes.overrides(args), args.plugin, with_class=True)
     remarks = [*checked_loss(recipe, args.plugin), *_export_remarks(recipe)]
     print(f"{args.recipe}: ok")
     print(summary(recipe.config))

@@ -44,7 +44,9 @@ def checked_recipe(
         raise InputError(found.problems)
     try:
         config = found.recipe.config
-        check_sizes(config, world_size or config.launch.nproc, full_config(config.model) if with_class else None)
+        check_sizes(
+            config, world_size or config.launch.num_processes, full_config(config.model) if with_class else None
+        )
     except InputError as error:
         raise found.recipe.located(error) from error
     return found.recipe

@@ -82,7 +82,8 @@ _OPTIONS = frozenset(
         *("--rows", "--split", "--step", "--dtype", "--max-shard-size", "--help", "--version"),
         *("--nodes", "--name", "--gpus", "--cpus", "--memory", "--time", "--partition", "--account", "--qos"),
         *("--constraint", "--signal-before", "--no-requeue", "--workdir", "--setup", "--image", "--namespace"),
-        *("--volume", "--env", "--grace", "--restarts", "--rdzv-endpoint"),
+        *("--volume", "--env", "--grace", "--restarts"),
+        *("--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "--max-restarts"),
     }
 )
 _COMMANDS = {

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from hp_core.config.base import Conflict, Section
 from hp_core.config.checkpoint import CheckpointConfig, metric_conflicts
+from hp_core.config.launch import LaunchConfig
 from hp_core.config.plan_override import PlanOverride
 from hp_core.config.target import Target
 
@@ -154,28 +155,6 @@ class EvaluationConfig(Section):
     every: int = Field(0, ge=0, description="Steps between two evaluations; 0 evaluates only at the end.")
     at_end: bool = Field(True, description="Evaluate after the last step.")
     samples: SamplesConfig = Field(SamplesConfig(), description="Texts to generate from the trained model.")
-
-
-class LaunchConfig(Section):
-    """The processes to start when nothing else starts them, here and on other machines."""
-
-    nproc: int = Field(1, ge=1, description="Processes on this machine.")
-    nnodes: int | str = Field(
-        1, description="Machines, each of which runs this command: a number, or `MIN:MAX` if fewer will do."
-    )
-    node_rank: int | None = Field(
-        None, ge=0, description="This machine's number; null takes the order in which machines arrive."
-    )
-    rdzv_endpoint: str | None = Field(
-        None, min_length=1, description="Where the machines meet, `HOST:PORT`, HOST being one of them."
-    )
-    rdzv_id: str | None = Field(
-        None, min_length=1, description="What tells runs that meet at the same place apart, the same on every machine."
-    )
-    max_restarts: int = Field(
-        0, ge=0, description="How often to start over from the newest checkpoint when a process fails."
-    )
-    timeout: float = Field(1800.0, gt=0, description="Seconds a collective may take before the run ends.")
 
 
 class DatasetConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
 from hp_core.cpus import usable_cpus
 from hp_core.errors import InputError, Problem
+from hp_core.parallel.attempts import Attempts
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.pipeline.schedules import SCHEDULES, num_stages
 from hp_core.parallel.sizes import ParallelSizes, parallel_sizes
@@ -36,6 +37,7 @@ class DistributedSetup:
     and `cp` together. `fsdp_mesh` has the two in the middle, and `cp_mesh` the ranks that share a sequence.
     `expert_mesh`, where experts are spread, takes the ranks of `fsdp` and `tp` apart: along `ep` they hold other
     experts, along `efsdp` shards of the same; its first axis is `dp_replicate`.
+    `attempts` is what a run that was started over by its launcher knows of the attempts before.
     `host_group` reduces numbers that live on the host (token counts, metrics) without waiting for the accelerator; it
     spans all ranks.
     """
@@ -55,6 +57,7 @@ class DistributedSetup:
     replacer: ModuleReplacer | None = None
     planner: Planner | None = None
     expert_mesh: DeviceMesh | None = None
+    attempts: Attempts = field(default_factory=Attempts)
 
     @property
     def rank(self) -> int:
@@ -184,9 +187,11 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # What fails in a stage is told once; torch would print the whole schedule before.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+    store = _store(environment, limit)
     dist.init_process_group(
         backend,
-        store=_store(environment, limit),
+        # gloo finds the keys of a dead attempt and fails to connect unless each attempt has its own.
+        store=dist.PrefixStore(f"attempt_{environment.attempt}", store),
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=limit,
@@ -195,7 +200,8 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
     try:
         host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
         assert host_group is not None
-        yield setup_of(environment, config, device=device, backend=backend, host_group=host_group)
+        setup = setup_of(environment, config, device=device, backend=backend, host_group=host_group)
+        yield replace(setup, attempts=Attempts(environment.attempt, store))
     finally:
         # Never a collective here: when one rank fails, the others would wait for it.
         dist.destroy_process_group()
@@ -271,7 +277,7 @@ def _backend(device: torch.device, training: TrainingConfig) -> str:
 def _store(environment: ProcessEnvironment, timeout: timedelta) -> dist.Store:
     if environment.launcher == "none":
         return dist.HashStore()
-    store = dist.TCPStore(
+    return dist.TCPStore(
         environment.master_addr,
         environment.master_port,
         environment.world_size,
@@ -280,8 +286,6 @@ def _store(environment: ProcessEnvironment, timeout: timedelta) -> dist.Store:
         # Several workers of one host may ask for the agent's store at once, and the agent is not a client of it.
         multi_tenant=True,
     )
-    # gloo finds the keys of a dead attempt and fails to connect unless each attempt has its own.
-    return dist.PrefixStore(f"attempt_{environment.attempt}", store)
 
 
 def default_threads(num_processes: int) -> int:

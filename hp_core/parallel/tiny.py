@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hp_core.config.launch import LaunchConfig
 from hp_core.config.models import (
     AcceleratorConfig,
     FsdpConfig,
-    LaunchConfig,
     MixedPrecisionConfig,
     TrainerConfig,
     TrainingConfig,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hp_core.checkpoint.layout import named
 from hp_core.checkpoint.verify import problem_with, remark_on
 from hp_core.config import Recipe, TrainerConfig
 from hp_core.config.render import resolved_yaml
@@ -42,6 +43,9 @@ from hp_core.plugins import load_plugins, provenance
 from hp_core.training.base import BaseTrainer
 from hp_core.training.defaults import DefaultHooks
 from hp_core.training.run import Report, Run, digest, on_main
+
+# By this name the attempts of a run know its directory.
+_KEPT = "run_directory"
 
 
 def train(
@@ -89,7 +93,10 @@ def _train(
         facts = {**provenance(plugins, components), "targets": _import_paths(config)}
         require_same_everywhere("recipes", digest(config), setup)
         require_same_everywhere("plugins and their versions", sorted(_names(facts)), setup)
-        directory = _directory(recipe, setup, overwrite)
+        kept = setup.attempts.recall(_KEPT)
+        # An earlier attempt has cleared the directory, and what is there now is its own.
+        overwrite = overwrite and kept is None
+        directory = _directory(recipe, setup, overwrite, kept)
         _check_plugins_of_checkpoint(directory, facts, config.checkpoint.allow_plugin_changes)
         console = Console(enabled=setup.environment.is_main)
         for message in directory.messages:
@@ -129,20 +136,33 @@ def _be_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _directory(recipe: Recipe, setup: DistributedSetup, overwrite: bool) -> RunDirectory:
-    """Where the run writes, and the newest intact checkpoint that it goes on from."""
+def _directory(recipe: Recipe, setup: DistributedSetup, overwrite: bool, kept: str | None) -> RunDirectory:
+    """Where the run writes, and the newest intact checkpoint that it goes on from.
+
+    `kept` is the directory of an earlier attempt of this launch, which is gone on in whatever the recipe says.
+    """
     config, now = recipe.config, datetime.now()
+    resume = config.checkpoint.resume
     broken: dict[Path, str] = {}
 
-    def pick() -> RunDirectory:
+    def choice(output_dir: str | None, resume: str | None) -> RunDirectory:
         return choose(
             recipe=Path(recipe.path),
-            output_dir=config.output_dir,
-            resume=config.checkpoint.resume,
+            output_dir=output_dir,
+            resume=resume,
             overwrite=overwrite,
             now=now,
             broken=broken,
         )
+
+    def pick() -> RunDirectory:
+        if kept is None:
+            return choice(config.output_dir, resume)
+        directory = choice(kept, "latest")
+        if directory.checkpoint is None and resume not in (None, "latest"):
+            # Nothing is saved yet: from where the first attempt set out.
+            return dataclasses.replace(directory, checkpoint=named(Path(resume)).newest, messages=())
+        return directory
 
     while True:
         # The main rank decides for all: clocks differ, and choosing may make a directory.
@@ -208,6 +228,7 @@ def _open_here(run: Run, overwrite: bool) -> None:
         target.build(run_dir=directory.path, config=config, first_step=run.state.step + 1) for target in config.trackers
     ]
     clear(directory, overwrite=overwrite)
+    run.setup.attempts.remember(_KEPT, str(directory.path.absolute()))
     (directory.path / RECIPE_FILE).write_text(resolved_yaml(run.recipe), encoding="utf-8")
     run.assets.write(directory.path)
     planner = run.setup.planner

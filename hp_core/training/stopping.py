@@ -16,6 +16,7 @@ from typing import Any
 from typing_extensions import Self
 
 from hp_core.observe.console import Console
+from hp_core.parallel.launching.records import LaunchFolder
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A signal to a process and one to its group, as `timeout` sends them, are one request.
@@ -44,6 +45,8 @@ class StopSignals:
         self._is_asked = False
         self._is_waiting = False
         self._is_entered = False
+        # It passes the first signal on, which the rank may have got already, and ends everything at the second.
+        self._has_launcher = LaunchFolder.of_environment() is not None
 
     @property
     def is_asked(self) -> bool:
@@ -107,7 +110,7 @@ class StopSignals:
                     self._first, self._is_asked = now, True
                     name = signal.Signals(number).name
                     self._console.say(f"{name}: stopping at the next step; a second signal ends the run at once")
-                elif now - self._first > _ONE_REQUEST_SECONDS:
+                elif now - self._first > _ONE_REQUEST_SECONDS and not self._has_launcher:
                     self._end_now(number)
 
     def _end_now(self, number: int) -> None:

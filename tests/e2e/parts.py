@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hp_core.data.protocols import Datasets
+from hp_core.errors import InputError
 from hp_core.testing.parts import NumberedRows
 
 
@@ -162,3 +164,69 @@ class DeadlyLoss(nn.Module):
         if dist.get_rank() == self.rank and self.count == self.call:
             os.kill(os.getpid(), signal.SIGKILL)
         return model_output.loss
+
+
+class FailingLoss(nn.Module):
+    """The model's own loss; on one rank, and in the first attempt alone, it fails at its `call`-th call in some way."""
+
+    def __init__(self, rank: int, call: int, how: str, attempts: int = 1) -> None:
+        super().__init__()
+        self.rank, self.call, self.how, self.attempts = rank, call, how, attempts
+        self.count = 0
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if dist.get_rank() == self.rank and self.count == self.call and attempt < self.attempts:
+            fail(self.how)
+        return model_output.loss
+
+
+def fail(how: str) -> None:
+    """End, or don't."""
+    if how == "raise":
+        raise RuntimeError("the loss broke")
+    if how == "refuse":
+        raise InputError("the loss refuses")
+    if how == "hang":
+        time.sleep(600)
+    if how.startswith("exit"):
+        os._exit(int(how.removeprefix("exit")))
+    os.kill(os.getpid(), getattr(signal, how))
+
+
+def slow_rows() -> Datasets:
+    time.sleep(60)
+    return numbered_rows()
+
+
+class BreakingRows(NumberedRows):
+    """Raises at one row on one rank."""
+
+    def __init__(self, rank: int, row: int) -> None:
+        super().__init__(24, 16, 96, set())
+        self.rank, self.row = rank, row
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.row and os.environ["RANK"] == str(self.rank):
+            raise RuntimeError("the data broke")
+        return super().__getitem__(index)
+
+
+def rows_that_break(rank: int, row: int) -> Datasets:
+    return Datasets(BreakingRows(rank, row))
+
+
+class BreakingTracker:
+    """Takes no second row."""
+
+    def __init__(self, run_dir: Any, config: Any, first_step: int) -> None:
+        self.rows = 0
+
+    def log(self, metrics: Any) -> None:
+        self.rows += 1
+        if self.rows == 2:
+            raise RuntimeError("the log broke")
+
+    def close(self) -> None:
+        pass

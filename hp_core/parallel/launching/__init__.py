@@ -1,0 +1,1 @@
+"""Starting the ranks of a run on this machine, watching over them, and saying why they ended."""
