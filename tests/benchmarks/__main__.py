@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 
 # A benchmark is a module with a docstring and `measure() -> dict`.
-NAMES = ("chunked_loss", "data", "overhead", "plan", "replacement", "sft_vs_trl", "startup")
+NAMES = ("checkpoint", "chunked_loss", "data", "overhead", "plan", "replacement", "sft_vs_trl", "startup")
 
 
 def main() -> int:

@@ -89,70 +89,74 @@ def test_killed_before_any_change_of_a_file(tmp_path: Path, save: str, nproc: in
 class Moments:
     """Random moments of a run, some of them in the middle of a save or of what it does with older ones."""
 
-    def __init__(self, checkpoints: Path, seed: int) -> None:
-        self.checkpoints = checkpoints
+    def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
-    def next(self) -> tuple[str, Callable[[], bool], float]:
+    def next(self, job: Job, checkpoints: Path) -> tuple[str, Callable[[], bool], float]:
         """A name, what has to happen, and the seconds to wait from there."""
-        name = self.random.choice(["at any time", "in a save", "after a save", "when an old one goes"])
-        before, start, wait = self._complete(), time.monotonic(), self.random.uniform(0.05, 1.0)
-        seen = set(before)
-
-        def at_any_time() -> bool:
-            return time.monotonic() - start > wait
-
-        def in_a_save() -> bool:
-            return any(not one.startswith("step_") or "." in one for one in self._all())
-
-        def after_a_save() -> bool:
-            return not self._complete() <= before
-
-        def when_an_old_one_goes() -> bool:
-            now = self._complete()
-            seen.update(now)
-            return bool(seen - now)
-
-        named = {
-            "at any time": at_any_time,
-            "in a save": in_a_save,
-            "after a save": after_a_save,
-            "when an old one goes": when_an_old_one_goes,
-        }
+        names = ("at any time", "in a save", "after a save", "when an old one goes")
+        name, wait = self.random.choice(names), self.random.uniform(0.02, 0.6)
         delay = 0.0 if name == "at any time" else self.random.uniform(0.0, 0.02)
-        return name, named[name], delay
+        begun: list[float] = []
+        seen: set[str] = set()
 
-    def _all(self) -> set[str]:
-        try:
-            return {one.name for one in self.checkpoints.iterdir()}
-        except FileNotFoundError:
-            return set()
+        def is_there() -> bool:
+            if not begun:
+                if "run directory" in job.text:
+                    begun.append(time.monotonic())
+                    seen.update(_names(checkpoints))
+                return False
+            now, before = _names(checkpoints), set(seen)
+            seen.update(now)
+            if time.monotonic() - begun[0] > (wait if name == "at any time" else 1.0):
+                return True
+            return {
+                "at any time": False,
+                "in a save": any(not _is_complete(one) for one in now),
+                "after a save": any(_is_complete(one) for one in now - before),
+                "when an old one goes": any(_is_complete(one) for one in before - now),
+            }[name]
 
-    def _complete(self) -> set[str]:
-        return {one for one in self._all() if one.startswith("step_") and "." not in one}
+        return name, is_there, delay
+
+
+def _names(checkpoints: Path) -> set[str]:
+    return {one.name for one in checkpoints.iterdir()} if checkpoints.is_dir() else set()
+
+
+def _is_complete(name: str) -> bool:
+    return re.fullmatch(r"step_\d+", name) is not None
 
 
 def at_random(tmp_path: Path, number: int, save: str, nproc: int = 1, seed: int = SEED) -> None:
-    """Kill one run again and again, and compare it with one that was let be."""
+    """Kill a run again and again, and compare it with one that was let be; a new one follows when it has ended."""
     path = recipe(tmp_path)
-    common = [*SETTINGS, save, f"--training.train_iters={12 * number + 20}"]
+    common = [*SETTINGS, save, f"--training.train_iters={5 * number + 30}"]
     finished(path, [*common, f"--output_dir={tmp_path / 'unbroken'}"], tmp_path / "unbroken.log")
-    out = tmp_path / "run"
-    overrides = [*common, f"--output_dir={out}"]
-    moments, told = Moments(out / CHECKPOINTS, seed), 0
-    for count in range(number):
-        name, moment, delay = moments.next()
-        with Job(path, overrides, tmp_path / f"{count}.log", nproc=nproc) as job:
-            was_running = job.kill_when(lambda job=job, moment=moment: "run directory" in job.text and moment(), delay)
-        print(f"run {count}: killed {name}, {delay:.4f} s later, seed {seed}: told of step {announced(job.text)}")
-        assert was_running, job.text
-        assert resumed(job.text) >= told, (count, told, job.text)
-        told = max(told, announced(job.text))
-    text = finished(path, overrides, tmp_path / "last.log", nproc)
-    assert resumed(text) >= told
-    assert logged(out)[0] == list(range(1, 12 * number + 21))
-    if nproc == 1:
-        assert logged(out) == logged(tmp_path / "unbroken")
+    wanted = logged(tmp_path / "unbroken")
+    moments, killed, runs, starts = Moments(seed), 0, 0, 0
+    while killed < number:
+        runs += 1
+        out, told, is_over = tmp_path / f"run{runs}", 0, False
+        while not is_over:
+            starts += 1
+            with Job(path, [*common, f"--output_dir={out}"], tmp_path / f"{starts}.log", nproc=nproc) as job:
+                if killed < number:
+                    name, moment, delay = moments.next(job, out / CHECKPOINTS)
+                    is_over = not job.kill_when(moment, delay)
+                    print(f"{killed}: {name}, {delay:.4f} s later, seed {seed}: step {announced(job.text)} was told of")
+                    killed += not is_over
+                else:
+                    is_over = True
+                if is_over:
+                    assert job.wait() == [0] * nproc, job.text
+            if "run directory" in job.text:
+                assert resumed(job.text) >= told, (killed, told, job.text)
+            told = max(told, announced(job.text))
+        found = logged(out)
+        assert found[0] == wanted[0]
+        if nproc == 1:
+            assert found == wanted
 
 
 @pytest.mark.parametrize("save", [SYNC, ASYNC])
