@@ -355,6 +355,12 @@ def launched(bench: Bench) -> bool:
     return done.returncode == 0 and manifest(out)["world"]["size"] == 2
 
 
+def kept(bench: Bench, *overrides: str) -> list[int]:
+    """The steps of which checkpoints are left of four, of which the last is kept."""
+    always = ("--training.train_iters=4", "--checkpoint.save_every=1", "--checkpoint.keep_last=1")
+    return [int(name.removeprefix("step_")) for name in bench.run(*always, *overrides).checkpoints()]
+
+
 def tracked(bench: Bench) -> bool:
     return (bench.run("--trackers=[{name: tensorboard, directory: boards}]").directory / "boards").is_dir()
 
@@ -654,6 +660,15 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "evaluation.samples.temperature": lambda bench: samples(bench) != samples(bench, temperature=0.0),
     "evaluation.samples.seed": lambda bench: samples(bench) != samples(bench, seed=1),
     "checkpoint.save_every": lambda bench: len(bench.run("--checkpoint.save_every=1").checkpoints()) == 2,
+    "checkpoint.keep_last": lambda bench: kept(bench) == [4],
+    "checkpoint.keep_every": lambda bench: kept(bench, "--checkpoint.keep_every=2") == [2, 4],
+    "checkpoint.keep_best.metric": lambda bench: kept(bench, "--checkpoint.keep_best={metric: samples}") == [1, 4],
+    "checkpoint.keep_best.mode": lambda bench: (
+        kept(bench, "--checkpoint.keep_best={metric: samples, mode: max, count: 2}") == [3, 4]
+    ),
+    "checkpoint.keep_best.count": lambda bench: (
+        kept(bench, "--checkpoint.keep_best={metric: samples, count: 2}") == [1, 2, 4]
+    ),
     "checkpoint.save_last": lambda bench: bench.run("--checkpoint.save_last=false").checkpoints() == [],
     "checkpoint.resume": resumed,
     "checkpoint.allow_plugin_changes": allowed_plugins,
