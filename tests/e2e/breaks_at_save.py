@@ -1,6 +1,6 @@
 """A one-file plugin whose hook breaks when a checkpoint is there."""
 
-from hp_core.hooks import hookimpl
+from hp_core import hookimpl
 
 
 @hookimpl
