@@ -7,8 +7,8 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -110,6 +110,17 @@ def make(directory: RunDirectory) -> None:
     except OSError as error:
         message = f"can't write to {str(directory.path)!r}: {error.strerror}"
         raise InputError(Problem(message, path="output_dir", hint="name another directory")) from error
+
+
+@contextmanager
+def closed_to_others() -> Iterator[None]:
+    """Inside, this process and those that it starts make nothing that everybody may write to, whatever the umask."""
+    before = os.umask(0)
+    os.umask(before | 0o002)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def lock(directory: RunDirectory) -> FileLock:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from hp_core.checkpoint.layout import named
+from hp_core.checkpoint.room import require_room
+from hp_core.checkpoint.tensors import model_tensors, optimizer_tensors
 from hp_core.checkpoint.verify import problem_with, remark_on
 from hp_core.config import Recipe, TrainerConfig
 from hp_core.config.render import resolved_yaml
@@ -27,6 +29,7 @@ from hp_core.observe.run_directory import (
     RunDirectory,
     choose,
     clear,
+    closed_to_others,
     lock,
     make,
     read_manifest,
@@ -42,6 +45,7 @@ from hp_core.parallel.setup import DistributedSetup, default_threads, distribute
 from hp_core.plugins import load_plugins, provenance
 from hp_core.training.base import BaseTrainer
 from hp_core.training.defaults import DefaultHooks
+from hp_core.training.protocols import parts_of
 from hp_core.training.run import Report, Run, digest, on_main
 
 # By this name the attempts of a run know its directory.
@@ -62,7 +66,8 @@ def train(
         HpError: with the exit code and the text for the user.
     """
     try:
-        return _train(recipe, environment, extra_plugins, overwrite, command)
+        with closed_to_others():
+            return _train(recipe, environment, extra_plugins, overwrite, command)
     except InputError as error:
         raise recipe.located(error) from error
 
@@ -228,6 +233,7 @@ def _open_here(run: Run, overwrite: bool) -> None:
         target.build(run_dir=directory.path, config=config, first_step=run.state.step + 1) for target in config.trackers
     ]
     clear(directory, overwrite=overwrite)
+    _require_room(run)
     run.setup.attempts.remember(_KEPT, str(directory.path.absolute()))
     (directory.path / RECIPE_FILE).write_text(resolved_yaml(run.recipe), encoding="utf-8")
     run.assets.write(directory.path)
@@ -239,6 +245,13 @@ def _open_here(run: Run, overwrite: bool) -> None:
         resume_step = directory.checkpoint.step if directory.checkpoint else 0
     run.trackers += [JsonlTracker(directory.path, resume_step), *trackers]
     run.console.say(f"run directory: {directory.path}")
+
+
+def _require_room(run: Run) -> None:
+    assert run.model is not None
+    assert run.optimizer is not None
+    held = {**model_tensors(run.model), **optimizer_tensors(run.model, parts_of(run.optimizer))}
+    require_room(run.directory.path, held)
 
 
 def _check_plugins_of_checkpoint(directory: RunDirectory, facts: Mapping[str, Any], allowed: bool) -> None:
