@@ -5,13 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hp_core.cli.checked import checked_recipe
 from hp_core.errors import InputError, Problem
-from hp_core.jobs.job import Job, default_name, number_of_gpus, number_of_nodes, open_number_of_nodes, positive
+from hp_core.jobs.job import (
+    Job,
+    default_name,
+    number_of_gpus,
+    number_of_nodes,
+    open_number_of_nodes,
+    positive,
+    replaced,
+)
 
 if TYPE_CHECKING:
     from hp_core.config import Recipe
@@ -178,10 +186,8 @@ def _job(args: argparse.Namespace, workdir: str, resumes: bool | None) -> tuple[
 
     numbers = ("nodes", "nproc", "gpus", "cpus")
     _refuse(one for name in numbers for one in positive(getattr(args, name, None), f"--{name}", int(name != "gpus")))
-    # How many processes the recipe has to fit is known only once it has been read, and machines may have no place to
-    # meet in it: the job gives them one.
-    meeting = f"--launch.rdzv_endpoint={_SAMPLES['launch.rdzv_endpoint']}"
-    read = (examine(args.recipe, [*args.overrides, *more]).recipe for more in ((), (meeting,)))
+    # How many processes the recipe has to fit is known only once it has been read, which may need what the job adds.
+    read = (examine(args.recipe, replaced(args.overrides, added)).recipe for added in _machines(args.nodes))
     recipe = next(filter(None, read), None) or checked_recipe(args.recipe, args.overrides, args.plugin)
     config = recipe.config
     _refuse(open_number_of_nodes(args.nodes, config), recipe)
@@ -200,6 +206,14 @@ def _job(args: argparse.Namespace, workdir: str, resumes: bool | None) -> tuple[
         resumes=config.launch.max_restarts > 0 if resumes is None else resumes,
     )
     return recipe, job
+
+
+def _machines(nodes: int | None) -> Iterator[dict[str, str]]:
+    """What a recipe may lack before a job gives it: a place to meet, and machines that meet there."""
+    place = {"launch.rdzv_endpoint": _SAMPLES["launch.rdzv_endpoint"]}
+    yield from ({}, place)
+    if nodes is not None:
+        yield {**place, "launch.nnodes": str(nodes)}
 
 
 def _require(recipe: Recipe, job: Job, problems: Iterable[Problem], added: Mapping[str, str]) -> None:

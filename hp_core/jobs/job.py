@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -39,13 +39,18 @@ class Job:
 
     def overrides_with(self, added: Mapping[str, str]) -> list[str]:
         """The recipe values as options: the user's, but for those that the job sets itself, and the job's."""
-        kept = [one for one in self.overrides if one.partition("=")[0].removeprefix("--") not in added]
-        return [*kept, *(f"--{key}={value}" for key, value in added.items())]
+        return replaced(self.overrides, added)
 
     def arguments(self, added: Mapping[str, str] = MappingProxyType({})) -> list[str]:
         """The arguments of `hp-train`."""
         plugins = [word for name in self.plugins for word in ("--plugin", name)]
         return ["train", self.recipe, *plugins, *self.overrides_with(added)]
+
+
+def replaced(overrides: Iterable[str], added: Mapping[str, str]) -> list[str]:
+    """Recipe values as options, with `added` in the place of those that have the same name."""
+    kept = [one for one in overrides if one.partition("=")[0].removeprefix("--") not in added]
+    return [*kept, *(f"--{key}={value}" for key, value in added.items())]
 
 
 def default_name(recipe: str) -> str:

@@ -7,10 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hp_core.config import TrainerConfig, load_recipe
 from hp_core.data.protocols import EMPTY_ROW
@@ -84,7 +86,21 @@ def sessions(environment: ProcessEnvironment, path: str, each: Sequence[Sequence
     found = []
     for number, overrides in enumerate(each):
         _taken.clear()
-        # Every process group needs keys of its own in the store.
-        train(load_recipe(path, overrides), environment=replace(environment, attempt=number))
+        with _own_store(environment, number) as own:
+            train(load_recipe(path, overrides), environment=own)
         found.append(list(_taken))
     return found
+
+
+@contextmanager
+def _own_store(environment: ProcessEnvironment, number: int) -> Iterator[ProcessEnvironment]:
+    """A store of the run's own: in that of another, its process group would find old addresses."""
+    shared = dist.TCPStore(environment.master_addr, environment.master_port, is_master=False)
+    if environment.is_main:
+        own = dist.TCPStore(environment.master_addr, 0, is_master=True, wait_for_workers=False)
+        shared.set(f"session {number}", str(own.port))
+    yield replace(environment, master_port=int(shared.get(f"session {number}")))
+    # The main rank holds it until all have left.
+    shared.add(f"left session {number}", 1)
+    while environment.is_main and shared.add(f"left session {number}", 0) < environment.world_size:
+        time.sleep(0.001)

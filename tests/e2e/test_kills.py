@@ -63,8 +63,7 @@ def at_changes(tmp_path: Path, save: str, chosen: Callable[[int], list[int]], np
         assert resumed(text) >= told, (at, told, text)
         assert logged(out) == wanted, at
         kept = sorted(one.name for one in (out / CHECKPOINTS).iterdir())
-        assert kept[-2:] == ["step_00000003", "step_00000004"], (at, kept)
-        assert all(re.fullmatch(r"step_\d+", one) for one in kept), (at, kept)
+        assert kept == ["step_00000003", "step_00000004"], (at, kept)
 
 
 def some(number: int) -> list[int]:

@@ -65,7 +65,7 @@ class Pods:
             return finish(pods, when)
 
 
-@pytest.mark.parametrize("nodes", [1])
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_pods_that_must_end_save_and_go_on_when_they_start_again(tmp_path, nodes):
     path = slow_recipe(tmp_path / "$(HOME) 'x'")
     sizes = ("--nodes", str(nodes), "--nproc", "1", "--image", "i", "--volume", f"work:{tmp_path}")

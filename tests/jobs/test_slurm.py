@@ -37,7 +37,9 @@ def slow_recipe(folder: Path) -> Path:
     return recipe(folder, extra="plugins: [./slow.py]\n")
 
 
-@pytest.mark.parametrize(("nodes", "nproc"), [(1, 1)])
+@pytest.mark.parametrize(
+    ("nodes", "nproc"), [(1, 1), (2, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 2), (2, 1)))]
+)
 def test_a_job_stops_before_its_time_is_over_and_goes_on_when_it_starts_again(tmp_path, nodes, nproc):
     folder = tmp_path / 'it\'s a $HOME of "jobs"'
     path = slow_recipe(folder)
