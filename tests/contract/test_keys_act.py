@@ -7,6 +7,7 @@ the project; a new one without a row here fails `test_every_key_has_a_row`.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -355,6 +356,24 @@ def launched(bench: Bench) -> bool:
     return done.returncode == 0 and manifest(out)["world"]["size"] == 2
 
 
+def saved_in_background(bench: Bench) -> bool:
+    """Files are written by another thread; they are the same."""
+    from hp_core.checkpoint import saver
+
+    threads: list[bool] = []
+    write = saver.write_checkpoint
+
+    def writing(*args: Any, **settings: Any) -> list[str]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return write(*args, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "write_checkpoint", writing)
+        runs = [bench.run("--checkpoint.save_every=1", f"--checkpoint.async={value}") for value in ("false", "true")]
+    assert runs[0].checkpoints() == runs[1].checkpoints()
+    return threads == [True, True, False, False]
+
+
 def kept(bench: Bench, *overrides: str) -> list[int]:
     """The steps of which checkpoints are left of four, of which the last is kept."""
     always = ("--training.train_iters=4", "--checkpoint.save_every=1", "--checkpoint.keep_last=1")
@@ -660,6 +679,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "evaluation.samples.temperature": lambda bench: samples(bench) != samples(bench, temperature=0.0),
     "evaluation.samples.seed": lambda bench: samples(bench) != samples(bench, seed=1),
     "checkpoint.save_every": lambda bench: len(bench.run("--checkpoint.save_every=1").checkpoints()) == 2,
+    "checkpoint.async": saved_in_background,
     "checkpoint.keep_last": lambda bench: kept(bench) == [4],
     "checkpoint.keep_every": lambda bench: kept(bench, "--checkpoint.keep_every=2") == [2, 4],
     "checkpoint.keep_best.metric": lambda bench: kept(bench, "--checkpoint.keep_best={metric: samples}") == [1, 4],
