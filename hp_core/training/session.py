@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hp_core.checkpoint.layout import named
+from hp_core.checkpoint.retention import prune
 from hp_core.checkpoint.room import require_room
 from hp_core.checkpoint.tensors import model_tensors, optimizer_tensors
 from hp_core.checkpoint.verify import problem_with, remark_on
@@ -233,6 +234,10 @@ def _open_here(run: Run, overwrite: bool) -> None:
         target.build(run_dir=directory.path, config=config, first_step=run.state.step + 1) for target in config.trackers
     ]
     clear(directory, overwrite=overwrite)
+    if directory.continues:
+        # A run that was killed may have been about to.
+        for problem in prune(directory.path, config.checkpoint):
+            run.console.say(problem)
     _require_room(run)
     run.setup.attempts.remember(_KEPT, str(directory.path.absolute()))
     (directory.path / RECIPE_FILE).write_text(resolved_yaml(run.recipe), encoding="utf-8")
