@@ -156,7 +156,8 @@ def test_generation_with_a_cache_is_the_same(family: str, factory: str) -> None:
 
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_a_cache_may_be_filled_in_pieces_or_have_room_to_spare(factory: str) -> None:
-    plain, model = (one.eval() for one in pair("qwen3", factory))
+    # In single precision the rounding of logits up to 5, which no two machines do alike, is all there is to see.
+    plain, model = (one.double().eval() for one in pair("qwen3", factory))
 
     def pieces(one: Any, cache: Any) -> torch.Tensor:
         ends = ((0, 6), (6, 11), (11, 12), (12, 17))
@@ -166,8 +167,8 @@ def test_a_cache_may_be_filled_in_pieces_or_have_room_to_spare(factory: str) -> 
         whole = model(IDS).logits
         for make in (DynamicCache, partial(StaticCache, max_cache_len=24)):
             found = pieces(model, make(config=model.config))
-            torch.testing.assert_close(found, pieces(plain, make(config=plain.config)), rtol=0, atol=1e-6)
-            torch.testing.assert_close(found, whole, rtol=0, atol=1e-5)
+            torch.testing.assert_close(found, pieces(plain, make(config=plain.config)), rtol=0, atol=1e-12)
+            torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
 
 
 def test_key_heads_are_shared_under_a_mask_too() -> None:
