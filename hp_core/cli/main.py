@@ -10,6 +10,7 @@ from typing import Any
 
 from hp_core.cli import check, config, data, export, launch, new_plugin, plugins, schema, train
 from hp_core.errors import EXIT_INTERRUPTED, HpError, InputError, Problem
+from hp_core.parallel.launching.records import failure_of
 
 _EPILOG = """\
 Any recipe value can be given on the command line: --training.train_iters=10 --optimizer.lr=1e-4
@@ -34,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.func(args)
         return code
     except HpError as error:
-        print(f"error: {error}" if not isinstance(error, InputError) else str(error), file=sys.stderr)
+        print(failure_of(error).told(), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted; --checkpoint.resume=latest goes on from the last checkpoint", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of a pipe (head) went away; python would complain again while it closes stdout.

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             return _report(error, environment, folder)
         if isinstance(error, HpError) or not isinstance(error, Exception):
             raise
-        failure = failure_of(error, environment.rank)
+        failure = failure_of(error)
         print(failure.told(), file=sys.stderr)
         return failure.code
 

@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import Self
 
 from hp_core.checkpoint.saver import Contents, Saver
-from hp_core.errors import InputError, Problem
+from hp_core.errors import InputError, Problem, noting
 from hp_core.training.run import Run
 
 
@@ -50,9 +50,10 @@ class Checkpointing:
         step = self._run.state.step
         if step != self._saved_step:
             self._saved_step = step
-            # Announced before the next save can take its place.
-            self._announce(self._saver.finish())
-            self._announce(self._saver.start(self._contents()))
+            with noting(lambda: f"saving after step {step}, rank {self._run.setup.rank}"):
+                # Announced before the next save can take its place.
+                self._announce(self._saver.finish())
+                self._announce(self._saver.start(self._contents()))
 
     def flags(self, *, stop: bool) -> list[int]:
         """What this rank adds to what all must know before the next step."""

@@ -90,6 +90,8 @@ class StopSignals:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
+        # Closing it would not wake the watcher while a child that was forked meanwhile holds a copy.
+        self._writer.shutdown(socket.SHUT_RDWR)
         self._writer.close()
         self._watcher.join()
         self._reader.close()

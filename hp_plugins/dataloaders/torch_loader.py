@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import repeat
@@ -18,12 +19,15 @@ from hp_core.data.order import StepBatches
 from hp_core.data.protocols import RowDataset
 from hp_core.data.rows import WithEmptyRow
 from hp_core.data.streaming import Block, StreamBatches
-from hp_core.errors import ArgumentError, InputError
+from hp_core.errors import ArgumentError, InputError, RunError
+from hp_core.exits import told_exit
 from hp_core.training.stopping import follow_parent
 from hp_plugins.collators.rows import rows
 from hp_plugins.dataloaders.ahead import each_ahead
 
 _AHEAD = 2
+# The pipes of a process that is killed end a moment before it does.
+_SETTLE_SECONDS = 0.5
 
 
 def torch_loader(
@@ -146,6 +150,20 @@ def _as_it_is(block: Block | InputError) -> Block | InputError:
     return block
 
 
+def _exit_code_of_lost(batches: _MultiProcessingDataLoaderIter) -> int:
+    """What a worker that is gone ended with; 0 if all are there, and what they raised is an error of their own.
+
+    Torch says so only if it notices before it reads from a pipe, which has an end now.
+    """
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while time.monotonic() < deadline:
+        codes = [worker.exitcode for worker in batches._workers]
+        if lost := next((code for code in codes if code), 0):
+            return lost
+        time.sleep(0.02)
+    return 0
+
+
 class _Loader(DataLoader[Any]):
     def __init__(self, dataset: Dataset[Any], *, ahead: int, **settings: Any) -> None:
         super().__init__(dataset, worker_init_fn=follow_parent, **settings)
@@ -163,6 +181,11 @@ class _Loader(DataLoader[Any]):
         batches = super().__iter__()
         try:
             yield from batches
+        except (RuntimeError, OSError, EOFError) as error:
+            code = _exit_code_of_lost(batches) if isinstance(batches, _MultiProcessingDataLoaderIter) else 0
+            if not code:
+                raise
+            raise RunError(f"a worker process of the data loader {told_exit(code)}") from error
         finally:
             if isinstance(batches, _MultiProcessingDataLoaderIter):
                 batches._shutdown_workers()

@@ -22,6 +22,7 @@ from hp_core.config.models import TrainerConfig
 from hp_core.config.signature import Signature
 from hp_core.observe.trackers import read_metrics
 from tests.contract.chats import CHAT_KEYS, chats
+from tests.contract.launches import LAUNCH_KEYS
 from tests.contract.texts import write_texts
 from tests.e2e.runs import hp_train_here, manifest, steps, train
 
@@ -346,14 +347,6 @@ def samples(bench: Bench, **settings: Any) -> list[str]:
     outcome = bench.run(f"--evaluation.samples={json.dumps(given)}")
     assert outcome.code == 0, outcome.output
     return [json.loads(line)["text"] for line in (outcome.directory / "samples.jsonl").read_text().splitlines()]
-
-
-def launched(bench: Bench) -> bool:
-    from tests.e2e.runs import hp_train
-
-    out = bench.tmp_path / "launched"
-    done = hp_train(str(bench.recipe), "--launch.nproc=2", f"--output_dir={out}")
-    return done.returncode == 0 and manifest(out)["world"]["size"] == 2
 
 
 def saved_in_background(bench: Bench) -> bool:
@@ -692,7 +685,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "checkpoint.save_last": lambda bench: bench.run("--checkpoint.save_last=false").checkpoints() == [],
     "checkpoint.resume": resumed,
     "checkpoint.allow_plugin_changes": allowed_plugins,
-    "launch.nproc": launched,
+    **LAUNCH_KEYS,
     "launch.timeout": timeout,
     "trackers": tracked,
     # Sections that name a component: naming another one acts.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 
 from hp_core.errors import EXIT_RUN_FAILED
+from hp_core.exits import told_exit
 from hp_core.parallel.launching.processes import Processes
 from hp_core.parallel.launching.records import LOST, STACK_SIGNAL, SUSPECT, Failure, LaunchFolder
 
@@ -15,12 +16,6 @@ _SETTLE_SECONDS = 3.0
 _ALIKE_SECONDS = 0.3
 _STACK_SECONDS = 1.0
 _MAX_CALLS = 25
-_HINTS = {
-    signal.SIGKILL: "by the kernel if memory ran out (`dmesg | grep -i oom` tells), or by someone",
-    signal.SIGABRT: "which ranks do whose collectives don't fit together, and libraries that meet a bug; see above",
-    signal.SIGSEGV: "a bug in a library",
-    signal.SIGBUS: "which happens when /dev/shm is full",
-}
 
 
 def first_cause(processes: Processes, folder: LaunchFolder, timeout: float) -> Failure:
@@ -59,13 +54,9 @@ def _silent_deaths(processes: Processes, folder: LaunchFolder) -> dict[int, int]
 
 
 def _death(rank: int, code: int, folder: LaunchFolder, others: Mapping[int, Failure]) -> Failure:
-    if code > 0:
-        return _seen(rank, f"ended with code {code}, without a word", others.values())
-    number = signal.Signals(-code)
-    hint = f", {_HINTS[number]}" if number in _HINTS else ""
-    stack = folder.stack(rank)
+    stack = folder.stack(rank) if code < 0 else []
     where = f"; it was at (innermost call first)\n{_calls(stack)}" if stack else ""
-    return _seen(rank, f"was ended by {number.name}{hint}{where}", others.values())
+    return _seen(rank, told_exit(code) + where, others.values())
 
 
 def _early_end(processes: Processes, folder: LaunchFolder, others: Iterable[Failure]) -> Failure | None:

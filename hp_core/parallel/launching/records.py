@@ -36,7 +36,7 @@ _FROM_TORCH = re.compile(r"gloo|nccl|ProcessGroup|TCPStore|DistStoreError|DistNe
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one rank ended.
+    """Why one rank ended; `rank` is -1 where that says nothing.
 
     `place` says where in the run it was, outermost first (`step 3`, `samples 4, 7`), `text` what went wrong, with a
     traceback if that helps. `follows` is empty for a cause; `lost` when another rank had gone before, `late` when it
@@ -58,8 +58,8 @@ class Failure:
         if self.code == EXIT_USER_INPUT:
             return self.text
         host = f" on {self.host}" if self.host else ""
-        place = f", {', '.join(self.place)}" if self.place else ""
-        who = f"rank {self.rank}{host}{place}" if self.rank >= 0 else ""
+        rank = [f"rank {self.rank}{host}"] if self.rank >= 0 else []
+        who = ", ".join([*rank, *self.place])
         between = "" if not who else " " if self.is_seen else ":\n" if self.text.startswith("Traceback") else ": "
         ranks = f"{num_others} other ranks" if num_others > 1 else "1 other rank"
         others = f"\n({ranks} ended because of it)" if num_others else ""
@@ -80,12 +80,14 @@ class Failure:
         return replace(self, host=host)
 
 
-def failure_of(error: BaseException, rank: int) -> Failure:
-    """What an exception says of the rank that it ends."""
+def failure_of(error: BaseException, rank: int = -1) -> Failure:
+    """What an exception says of the rank that it ends; without a rank, of a process that is alone."""
     is_known = isinstance(error, HpError)
     code = error.exit_code if isinstance(error, HpError) else EXIT_RUN_FAILED
-    place = tuple(reversed([re.sub(r", rank \d+$", "", note) for note in notes_of(error)]))
     text = str(error) if is_known else "".join(_without_notes(error))
+    notes = [re.sub(r", rank \d+$", "", note) for note in reversed(notes_of(error))]
+    # What the message begins with need not be said before it.
+    place = tuple(note for note in notes if not text.startswith(f"{note}:"))
     return Failure(rank, code, text.rstrip(), time.time(), place, _follows(error))
 
 
