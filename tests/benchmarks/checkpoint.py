@@ -8,6 +8,7 @@ is the time of the call; how much longer the steps take that follow until the fi
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
@@ -33,7 +34,7 @@ from tests.benchmarks.bytes_read import bytes_read
 from tests.model.tiny import a_setup, build
 
 NUM_RANKS = 2
-NUM_REPETITIONS = 9
+NUM_REPETITIONS = 24
 # Allocators, thread pools and the buffers of copies settle; not timed.
 NUM_WARM_UP = 2
 ROWS, TOKENS = 2, 128
@@ -92,10 +93,10 @@ def _saves(environment: ProcessEnvironment, folder: str) -> dict[str, Any]:
             "async": trial.in_the_background,
         }
         found: dict[str, Any] = {}
-        for repetition in range(NUM_WARM_UP + NUM_REPETITIONS):
-            names = list(ways)
-            start = repetition % len(names)
-            for name in names[start:] + names[:start]:
+        # Each as often after each other one: what one leaves in memory and caches is another's to pay for.
+        orders = itertools.cycle(itertools.permutations(ways))
+        for _ in range(NUM_WARM_UP + NUM_REPETITIONS):
+            for name in next(orders):
                 for what, seconds in ways[name]().items():
                     found.setdefault(what, []).append(seconds)
         return {**{what: values[NUM_WARM_UP:] for what, values in found.items()}, "sizes": trial.sizes()}
