@@ -37,6 +37,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
+    # Torch reads it as it is imported. What it warns of, a connection that is lost or a name that isn't known, is no
+    # fault, or is told as one.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment = detect(os.environ)
     folder = LaunchFolder.of_environment()
     if folder is not None:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server import WorkerSpec
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
 
 from hp_core.config.launch import LaunchConfig
 from hp_core.errors import EXIT_DONE, EXIT_STOPPED, RunError
@@ -69,6 +70,13 @@ def _told_of_the_meeting(meeting: Meeting) -> Iterator[None]:
         yield
     except RendezvousClosedError:
         raise RunError("the run has ended on another machine, which tells why") from None
+    except (dist.DistError, RendezvousConnectionError) as error:
+        if meeting.is_alone:
+            raise
+        raise RunError(
+            f"nobody answers at launch.rdzv_endpoint {str(meeting.endpoint)!r} any more: that machine, or the network, "
+            "is down; start the run again on all machines, with --checkpoint.resume=latest"
+        ) from error
     except RendezvousError as error:
         raise RunError(f"launch.rdzv_endpoint {str(meeting.endpoint)!r}: {error}") from error
 

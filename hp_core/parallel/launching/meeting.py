@@ -23,6 +23,8 @@ _BEAT_SECONDS = 2.0
 # How long to wait for what another machine has to say of a failure that both see.
 _TELL_SECONDS = 5.0
 _READ_SECONDS = 30
+# How long the machine of the endpoint may take to start.
+_ANSWER_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,15 @@ class Endpoint:
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.bind(address)
                 return True
+        return False
+
+    def answers(self) -> bool:
+        """Whether somebody listens there, or does so in a while. Torch would tell every try, with its stack."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            with suppress(OSError), socket.create_connection((self.host, self.port), timeout=_ANSWER_SECONDS):
+                return True
+            time.sleep(0.2)
         return False
 
     def own_address(self) -> str | None:
@@ -106,6 +117,8 @@ class Meeting(RendezvousHandler):
         """Join, or host what the others join."""
         is_host = True if self.is_alone else self.endpoint.is_here()
         for hosts in (True, False) if is_host else (False,):
+            if not hosts and not self.endpoint.answers():
+                break
             parameters = RendezvousParameters(
                 backend="c10d",
                 endpoint=str(self.endpoint),
@@ -131,6 +144,11 @@ class Meeting(RendezvousHandler):
         info = self._handler.next_rendezvous()
         self._round = info.store
         self._root: dist.TCPStore = info.store.underlying_store  # type: ignore[attr-defined]
+        place = RendezvousStoreInfo(self._root.host, self._root.port)
+        if info.rank == 0:
+            # Nobody uses it, but a machine that comes anew waits for it, and torch tells it in the first round alone.
+            self._round.set(RendezvousStoreInfo.MASTER_ADDR_KEY, place.master_addr)
+            self._round.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(place.master_port))
         self.size = info.world_size
         self.rank = self._agreed_rank(info.rank, info.world_size)
         if self.rank == 0:
@@ -140,7 +158,6 @@ class Meeting(RendezvousHandler):
         self._hosts = [self._round.get(f"hp/host/{rank}").decode() for rank in range(self.size)]
         self._beats = dict.fromkeys(range(self.size), (0, time.monotonic()))
         self._next_beat = 0.0
-        place = RendezvousStoreInfo(self._root.host, self._root.port)
         return RendezvousInfo(self._round, self.rank, self.size, place)
 
     def _agreed_rank(self, rank: int, size: int) -> int:
