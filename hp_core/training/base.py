@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -20,7 +19,6 @@ from hp_core.data.streaming import StreamBatches, StreamOrder
 from hp_core.errors import noting
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.fsdp import require_sharded
-from hp_core.parallel.pipeline.runner import counted_parameters
 from hp_core.parallel.ready import require_split
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepCounts, StepLoss, on_device
@@ -28,11 +26,9 @@ from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer, req
 from hp_core.training.columns import column_arguments
 from hp_core.training.evaluation import Evaluation, evaluate
 from hp_core.training.feeding import SourceCounts, feed_of, keep_cursors
-from hp_core.training.gradients import clip, norm_and_count
 from hp_core.training.in_stages import of_one_length
 from hp_core.training.loss import LossContract
 from hp_core.training.meter import Meter
-from hp_core.training.nonfinite import on_nonfinite
 from hp_core.training.persistence import contents_of, restore
 from hp_core.training.reading import StepReader, Stoppable
 from hp_core.training.run import Report, Run, data_facts, data_lines
@@ -42,6 +38,7 @@ from hp_core.training.startup import checked_datasets, checked_loss, told_of_the
 from hp_core.training.state import RunState, seed_everything
 from hp_core.training.step import Entries, Passes, accumulate_gradients, require_same_entries
 from hp_core.training.stopping import StopAgreed, StopSignals
+from hp_core.training.update import update
 
 GetBatch = Callable[[Iterator[Any]], tuple[dict[str, Any], dict[str, Any]]]
 
@@ -279,7 +276,7 @@ class BaseTrainer:
             skipped = "no tokens"
             state.skipped_no_tokens += 1
         else:
-            norm, skipped = self._update(micro_batches, step_loss)
+            norm, skipped = update(self.run, self.optimizer, self.lr_scheduler, micro_batches, step_loss)
         tokens = 0 if skipped else counts.targets["labels"]
         state.tokens += tokens
         self._source_counts.add(state, position, is_trained=skipped is None)
@@ -333,28 +330,6 @@ class BaseTrainer:
     def _outputs_of(self, micro_batch: MicroBatch) -> tuple[Any, dict[str, Any]]:
         model_inputs, loss_inputs = self.preforward(micro_batch)
         return self.forward(model_inputs), loss_inputs
-
-    def _update(self, micro_batches: list[MicroBatch], step_loss: StepLoss) -> tuple[float, str | None]:
-        """Clip and move the weights, unless a number is not finite; all ranks decide alike."""
-        training, state = self.config.training, self.run.state
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        norm, num_nonfinite = norm_and_count(
-            counted_parameters(self.model), step_loss.num_nonfinite(self.setup.device), self.setup
-        )
-        skipped: str | None = None
-        if num_nonfinite or not math.isfinite(norm):
-            on_nonfinite(self.run, micro_batches, step_loss, self.model)
-            skipped = "not finite"
-        else:
-            if norm == 0 and state.updates == 0:
-                self.run.console.say(f"step {state.step}: every gradient is 0, so nothing is learnt from it")
-            clip(parameters, norm, training.max_grad_norm)
-            self.optimizer.step()
-            self.lr_scheduler.step()
-            state.updates += 1
-            state.nonfinite_in_a_row = 0
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm, skipped
 
     # Around the loop.
 
