@@ -35,6 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Export; raises `InputError` or `RunError` with the reason why not."""
+    from hp_core.checkpoint.room import in_bytes
     from hp_core.export.export import export_checkpoint
     from hp_core.export.writing import as_bytes
 
@@ -49,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
     for remark in done.remarks:
         print(remark)
     files = "1 file" if done.num_files == 1 else f"{done.num_files} files"
-    print(
-        f"wrote {done.directory}: {files} of {done.num_bytes / 1e9:.2f} GB in {done.dtype}, step {done.checkpoint.step}"
-    )
+    told = f"the model after step {done.checkpoint.step}, {files}, {in_bytes(done.num_bytes)} in {done.dtype}"
+    print(f"wrote {done.directory}: {told}")
     return 0

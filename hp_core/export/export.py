@@ -25,6 +25,7 @@ from hp_core.checkpoint.layout import (
     step_directory,
 )
 from hp_core.checkpoint.reading import problem_of_shards
+from hp_core.checkpoint.room import in_bytes
 from hp_core.config import load_recipe
 from hp_core.errors import InputError, Problem, RunError
 from hp_core.export.assets import FACTS, Facts, with_dtype
@@ -233,7 +234,7 @@ def _in_place(directory: Path) -> Iterator[Path]:
 def _require_space(directory: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
-        raise OSError(errno.ENOSPC, f"it takes {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+        raise OSError(errno.ENOSPC, f"it takes {in_bytes(num_bytes)}, and {in_bytes(free)} are free")
 
 
 def _reason(error: Exception) -> str:
