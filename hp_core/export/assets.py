@@ -110,7 +110,7 @@ def assets_of(skeleton: PreTrainedModel, generation: GenerationConfig | None, to
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         _save_config(skeleton, facts, directory)
-        if generation is not None and skeleton.can_generate():
+        if generation is not None:
             _save_generation_config(generation, directory)
         has_tokenizer = _save_tokenizer(tokenizer, directory)
         for file in ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):

@@ -93,7 +93,9 @@ def _examined(inner: PreTrainedModel, tokenizer: Any, adapters: Adapters, parts:
         tuple(dict.fromkeys(name for part in parts for name in part.transformed)),
         adapters,
     )
-    return assets_of(skeleton, inner.generation_config, tokenizer, facts)
+    # Other models, such as classifiers, have no such attribute.
+    generation = inner.generation_config if skeleton.can_generate() else None
+    return assets_of(skeleton, generation, tokenizer, facts)
 
 
 def _held(model: nn.Module, adapters: Adapters) -> _Held:
