@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import pathlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -40,7 +40,20 @@ _CLASSES: dict[tuple[str, str], Any] = {
 _CLASSES |= {(module, "PosixPath"): pathlib.PosixPath for module in ("pathlib", "pathlib._local")}
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """The one that is written in python: it can be kept from setting attributes of classes, which outlives a load."""
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {**pickle._Unpickler.dispatch}
+
+    def load_build(self) -> None:
+        """Give an object its state, which lies above it."""
+        target = self.stack[-2]  # type: ignore[attr-defined]
+        if isinstance(target, type) or callable(target):
+            raise InputError("it changes a class or a function, which no checkpoint needs; nothing was run")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]

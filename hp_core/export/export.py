@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -195,11 +196,9 @@ def _refuse_used(directory: Path, home: Path, overwrite: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise InputError(Problem(f"--to {shown}: is a file", hint="name a directory"))
     place = directory.resolve()
-    if (
-        place == home.resolve()
-        or place in home.resolve().parents
-        or home.resolve() / CHECKPOINTS in (place, *place.parents)
-    ):
+    own = home.resolve()
+    of_run = (own / CHECKPOINTS, own / ASSETS)
+    if place == own or place in own.parents or any(one in (place, *place.parents) for one in of_run):
         raise InputError(Problem(f"--to {shown}: holds the run itself", hint="name another directory"))
     if not directory.is_dir() or not any(directory.iterdir()):
         return
@@ -215,20 +214,27 @@ def _refuse_used(directory: Path, home: Path, overwrite: bool) -> None:
 def _in_place(directory: Path) -> Iterator[Path]:
     """A directory beside the final one, which takes its name when the block ends well and is gone otherwise."""
     final = directory.resolve()
-    temporary, old = (final.with_name(final.name + ending) for ending in (".tmp", ".old"))
+    beside: Path | None = None
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        shutil.rmtree(old, ignore_errors=True)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        # A name of its own: a user's directory may have any that could be made up here.
+        beside = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}-"))
+        new, old = beside / "new", beside / "old"
+        new.mkdir()
+        yield new
         if final.exists():
             final.rename(old)
-        temporary.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            new.rename(final)
+        except OSError:
+            if old.exists():
+                old.rename(final)
+            raise
     except (OSError, SafetensorError) as error:
         raise RunError(f"can't write {directory}: {_reason(error)}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
 
 
 def _require_space(directory: Path, num_bytes: int) -> None:

@@ -151,8 +151,9 @@ def clear(directory: RunDirectory, *, overwrite: bool) -> None:
             else:
                 path.unlink(missing_ok=True)
     clean(directory.path)
-    if directory.checkpoint is not None and directory.continues:
-        set_aside(directory.path, after=directory.checkpoint.step)
+    if directory.continues:
+        # Also where none can be used: broken ones of later steps would count as the newest.
+        set_aside(directory.path, after=directory.checkpoint.step if directory.checkpoint is not None else -1)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

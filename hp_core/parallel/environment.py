@@ -14,7 +14,7 @@ class ProcessEnvironment:
     """This process's place in the run, as its launcher tells it.
 
     `launcher` is `none`, `torchrun` (the elastic agent of `hp-train --nproc` as well) or `slurm`. `attempt` counts
-    the restarts of the elastic agent.
+    the restarts of the elastic agent, `run_id` is the agent's name for the run.
     """
 
     launcher: str = "none"
@@ -25,6 +25,7 @@ class ProcessEnvironment:
     master_port: int = 0
     store_is_hosted: bool = False
     attempt: int = 0
+    run_id: str = ""
 
     @property
     def is_main(self) -> bool:
@@ -48,6 +49,7 @@ def detect(env: Mapping[str, str]) -> ProcessEnvironment:
             master_port=_number(env, "MASTER_PORT"),
             store_is_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=_number(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0,
+            run_id=env.get("TORCHELASTIC_RUN_ID", ""),
         )
     # A batch script has SLURM_PROCID too; only a step started by srun has a step id and is one rank of many.
     if "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS") > 1:

@@ -187,7 +187,8 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # What fails in a stage is told once; torch would print the whole schedule before.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-    store = _store(environment, limit)
+    # Runs may share a store, where machines meet.
+    store = dist.PrefixStore(f"run_{environment.run_id}", _store(environment, limit))
     dist.init_process_group(
         backend,
         # gloo finds the keys of a dead attempt and fails to connect unless each attempt has its own.

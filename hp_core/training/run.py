@@ -104,6 +104,7 @@ def digest(config: TrainerConfig) -> str:
     targets = [(target.section, target.spelling, sorted(target.arguments.items())) for target in config.targets()]
     sections = [str(config.training), str(config.fsdp_config), str(config.mixed_precision), str(config.evaluation)]
     overrides = [str(override) for override in config.plan_overrides]
+    sections += [str(config.accelerator), str(config.launch.timeout)]
     text = repr((targets, sections, overrides, str(config.checkpoint), config.plugins))
     return hashlib.sha256(text.encode()).hexdigest()
 

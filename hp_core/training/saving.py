@@ -27,8 +27,10 @@ class Checkpointing:
         self._contents = contents
         self._settings = run.config.checkpoint
         self._saver = Saver(run.directory.path, self._settings, run.setup)
-        resumed = run.directory.checkpoint if run.directory.continues else None
-        self._saved_step = resumed.step if resumed is not None else None
+        resumed, own = run.directory.checkpoint, run.directory.path.resolve()
+        # A checkpoint of another run is none of this one's.
+        is_own = resumed is not None and own in resumed.path.resolve().parents
+        self._saved_step = resumed.step if resumed is not None and is_own else None
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from hp_core.checkpoint.tensors import model_tensors, optimizer_tensors
 from hp_core.checkpoint.verify import problem_with, remark_on
 from hp_core.config import Recipe, TrainerConfig
 from hp_core.config.render import resolved_yaml
+from hp_core.entry_points import describe
 from hp_core.errors import HpError, InputError
 from hp_core.export.check import prepare_export
 from hp_core.model.replacement.replacer import ModuleReplacer
@@ -108,15 +110,34 @@ def _train(
         for message in directory.messages:
             console.say(message)
         run = Run(recipe, plugins, setup, directory, console, _manifest(recipe, setup, facts, directory, command))
-        try:
-            return _fit(config.trainer.build(config=config), run, overwrite)
-        finally:
-            for tracker in run.trackers:
-                tracker.close()
-            if run.lock is not None:
-                run.lock.release()
+        with ExitStack() as at_end:
             if setup.environment.is_main:
-                release(directory)
+                at_end.callback(release, directory)
+            at_end.callback(_release_lock, run)
+            at_end.push(partial(_close_trackers, run))
+            return _fit(config.trainer.build(config=config), run, overwrite)
+
+
+def _release_lock(run: Run) -> None:
+    if run.lock is not None:
+        run.lock.release()
+
+
+def _close_trackers(run: Run, kind: type[BaseException] | None, *_: object) -> None:
+    """Close every tracker, whatever another one does; what ended the run matters more than what they say.
+
+    Raises:
+        Exception: the first that a tracker raised, unless the run has failed already.
+    """
+    first: Exception | None = None
+    for tracker in run.trackers:
+        try:
+            tracker.close()
+        except Exception as error:
+            run.console.say(f"{type(tracker).__name__} can't be closed: {describe(error)}")
+            first = first or error
+    if first is not None and kind is None:
+        raise first
 
 
 def _fit(trainer: BaseTrainer, run: Run, overwrite: bool) -> Report:
@@ -167,7 +188,7 @@ def _directory(recipe: Recipe, setup: DistributedSetup, overwrite: bool, kept: s
         directory = choice(kept, "latest")
         if directory.checkpoint is None and resume not in (None, "latest"):
             # Nothing is saved yet: from where the first attempt set out.
-            return dataclasses.replace(directory, checkpoint=named(Path(resume)).newest, messages=())
+            return dataclasses.replace(directory, checkpoint=named(Path(resume), broken).newest, messages=())
         return directory
 
     while True:

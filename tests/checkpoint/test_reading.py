@@ -170,3 +170,14 @@ def test_a_copy_elsewhere_holds_no_path_of_where_it_was(saved, tmp_path):
     run.take_step()
     run.load(moved)
     assert same(run.tensors(), wanted)
+
+
+def test_a_list_that_would_change_a_class_is_refused(saved):
+    _, path = saved
+    change = b"cpathlib\nPosixPath\n(N(S'name'\nS'../secret'\ndtb."
+    (path / METADATA).write_bytes(b"\x80\x02" + change)
+    with pytest.raises(
+        InputError, match="it changes a class or a function, which no checkpoint needs; nothing was run"
+    ):
+        read_metadata(path)
+    assert Path("a/b").name == "b"

@@ -211,3 +211,14 @@ def test_going_back_in_the_same_run_sets_later_checkpoints_aside(tmp_path):
     assert kept == [*("abandoned_step_00000004", "abandoned_step_00000006", "step_00000002", "step_00000003")]
     rows = train(path, "--checkpoint.resume=latest", out=out)
     assert steps(rows) == steps(unbroken)
+
+
+def test_broken_checkpoints_of_later_steps_do_not_take_the_place_of_new_ones(tmp_path):
+    path = recipe(tmp_path)
+    train(path, "--training.train_iters=5")
+    (old,) = (tmp_path / "run" / "checkpoints").iterdir()
+    for shard in old.glob("*.distcp"):
+        shard.write_bytes(b"")
+    train(path, "--checkpoint.resume=latest", "--training.train_iters=2", "--checkpoint.keep_last=1")
+    kept = sorted(one.name for one in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["abandoned_step_00000005", "step_00000002"]

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from hp_core.config.launch import LaunchConfig
+from hp_core.errors import RunError
 from hp_core.observe.trackers import read_metrics
+from hp_core.parallel.launching import meeting
 from hp_core.parallel.launching.meeting import SILENCE_SECONDS
 from tests.e2e.hosts import Host, two_hosts
 from tests.e2e.runs import manifest, recipe, steps, train
@@ -169,10 +172,24 @@ def test_the_machine_where_they_meet_goes(tmp_path, hosts):
     assert f"{hosts[0].name}:{PORT}" in text
 
 
-@pytest.mark.slow
-def test_a_machine_that_nobody_waits_for_says_so(tmp_path, hosts):
+def test_a_machine_that_nobody_waits_for_says_so(monkeypatch):
+    monkeypatch.setattr(meeting, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(meeting, "_CONNECT_SECONDS", 0.5)
+    # An address for documentation: it is nobody's.
+    with pytest.raises(RunError, match=r"^no machine answers at launch.rdzv_endpoint '192.0.2.1:29400'; start the run"):
+        meeting.Meeting(LaunchConfig(nnodes=2, rdzv_endpoint="192.0.2.1:29400"))
+
+
+@pytest.mark.parametrize("nnodes", ["1:2"])
+def test_a_machine_that_comes_late_leaves_the_others_at_work(tmp_path, hosts, nnodes):
     path = recipe(tmp_path)
-    with hosts[1].hp_train(*arguments(hosts, path)) as alone:
-        text = rest(alone, within=100)
-        assert alone.returncode == 1
-    assert text.startswith(f"error: no machine answers at launch.rdzv_endpoint '{hosts[0].name}:{PORT}'"), text
+    command = arguments(hosts, path, waiting(tmp_path / "gate"), nnodes=nnodes)
+    with hosts[0].hp_train(*command) as left:
+        read_until(left, "step 2: saved")
+        with hosts[1].hp_train(*command):
+            time.sleep(25)
+            (tmp_path / "gate").touch()
+            text = rest(left)
+            assert left.returncode == 0, text
+    assert "attempt" not in text
+    assert steps(read_metrics(tmp_path / "run"), "step") == [1, 2, 3, 4, 5, 6]

@@ -302,3 +302,31 @@ def test_sizes_are_read_as_people_write_them():
     for text in ("", "GB", "-1GB", "0", "5 PB"):
         with pytest.raises(InputError, match="is no size"):
             as_bytes(text)
+
+
+def test_a_user_s_directories_beside_an_export_are_left_alone(run, tmp_path):
+    for name in ("out.old", "out.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").touch()
+    export_checkpoint(run, tmp_path / "out")
+    export_checkpoint(run, tmp_path / "out", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old", "out.tmp"]
+    assert all((tmp_path / name / "mine").exists() for name in ("out.old", "out.tmp"))
+    with pytest.raises(InputError, match="holds the run itself"):
+        export_checkpoint(run, run / "assets", overwrite=True)
+
+
+def test_an_export_that_can_t_take_its_place_gives_the_earlier_one_back(run, tmp_path, monkeypatch):
+    export_checkpoint(run, tmp_path / "out")
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(RunError, match="Input/output error"):
+        export_checkpoint(run, tmp_path / "out", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "config.json").exists()

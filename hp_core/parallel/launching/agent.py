@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 
@@ -51,6 +51,14 @@ class RankAgent(SimpleElasticAgent):
         assert self._processes is not None
         asked = self.signals.asked or 0
         return any(code in (-asked, 128 + asked) for code in self._processes.ended().values())
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        with self._starting:
+            # While machines meet there is nobody to pass a signal on to.
+            self._processes = None
+            if self.signals.asked is not None:
+                self._leave(self.signals.asked)
+        super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
@@ -132,10 +140,15 @@ class RankAgent(SimpleElasticAgent):
     def _forward(self, number: int) -> None:
         with self._starting:
             if self._processes is None:
-                print("interrupted before training began", file=sys.stderr)
-                os._exit(128 + number)
+                self._leave(number)
             self._processes.send(number)
+
+    def _leave(self, number: int) -> NoReturn:
+        print("interrupted before training began", file=sys.stderr)
+        self._folder.remove()
+        os._exit(128 + number)
 
     def _end_now(self) -> None:
         if self._processes is not None:
             self._processes.kill()
+        self._folder.remove()

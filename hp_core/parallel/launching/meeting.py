@@ -7,6 +7,7 @@ import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
@@ -14,7 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from hp_core.config.launch import LaunchConfig
-from hp_core.errors import InputError, Problem, RunError
+from hp_core.errors import InputError, RunError
 from hp_core.parallel.launching.records import Failure
 
 # A machine that has said nothing for so long is gone: power and network fail without a word.
@@ -23,8 +24,10 @@ _BEAT_SECONDS = 2.0
 # How long to wait for what another machine has to say of a failure that both see.
 _TELL_SECONDS = 5.0
 _READ_SECONDS = 30
-# How long the machine of the endpoint may take to start.
-_ANSWER_SECONDS = 60.0
+# How long the machine of the endpoint may take to have a name, and to start.
+_NAME_SECONDS = 30.0
+_ANSWER_SECONDS = 600.0
+_CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -49,24 +52,33 @@ class Endpoint:
         """Whether the host is this machine: only an address of its own can be listened on.
 
         Raises:
-            InputError: nothing is known of such a host.
+            RunError: nothing is known of such a host.
         """
-        try:
-            found = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)
-        except OSError as error:
-            path, message = "launch.rdzv_endpoint", f"host {self.host!r} can't be found: {error.strerror}"
-            raise InputError(Problem(message, path=path, hint="name one of the machines")) from error
-        for family, kind, _, _, address in found:
+        for family, kind, _, _, address in self._looked_up():
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.bind(address)
                 return True
         return False
 
+    def _looked_up(self) -> list[Any]:
+        deadline = time.monotonic() + _NAME_SECONDS
+        while True:
+            try:
+                return socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)
+            except OSError as error:
+                # Where machines are made for a job, the first one's name may not be known before it is there.
+                if time.monotonic() > deadline:
+                    raise RunError(
+                        f"launch.rdzv_endpoint: host {self.host!r} can't be found: {error.strerror}; name one of the "
+                        "machines"
+                    ) from error
+            time.sleep(0.5)
+
     def answers(self) -> bool:
         """Whether somebody listens there, or does so in a while. Torch would tell every try, with its stack."""
         deadline = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < deadline:
-            with suppress(OSError), socket.create_connection((self.host, self.port), timeout=_ANSWER_SECONDS):
+            with suppress(OSError), socket.create_connection((self.host, self.port), timeout=_CONNECT_SECONDS):
                 return True
             time.sleep(0.2)
         return False
@@ -251,8 +263,8 @@ class Meeting(RendezvousHandler):
         self._handler.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """See the base class."""
-        return self._handler.num_nodes_waiting()
+        """None that matter: torch would end ranks that are at work to let a machine in, and what they haven't saved."""
+        return 0
 
     def get_run_id(self) -> str:
         """See the base class."""

@@ -14,6 +14,7 @@ class Processes:
     """The ranks on this machine, each the leader of a session of its own so that its children end with it."""
 
     def __init__(self, command: Sequence[str], environments: Mapping[int, Mapping[str, str]]) -> None:
+        self._is_killed = False
         self._ranks = {
             rank: subprocess.Popen(command, env={**os.environ, **env}, start_new_session=True)
             for rank, env in environments.items()
@@ -48,6 +49,10 @@ class Processes:
 
     def kill(self) -> None:
         """End all ranks and their children now, also those of ranks that have ended, and wait for them."""
+        if self._is_killed:
+            # Their numbers may be those of other processes by now.
+            return
+        self._is_killed = True
         for process in self._ranks.values():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

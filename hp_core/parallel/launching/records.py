@@ -6,6 +6,7 @@ import faulthandler
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -155,6 +156,10 @@ class LaunchFolder:
         """Forget an attempt."""
         for path in self.path.iterdir():
             path.unlink()
+
+    def remove(self) -> None:
+        """Leave nothing behind, when the launcher ends at once."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def _write(self, name: str, text: str) -> None:
         # Never half a record: the launcher may be reading.
