@@ -20,6 +20,16 @@ EXAMPLES = sorted(path.parent for path in (ROOT / "examples").glob("*/setup.cfg"
 
 # What each recipe says without its package.
 REFUSALS = {
+    "hp_classifier/recipe.yaml": "\n".join(
+        f"{place}.name: no {group} component is named 'hp-classifier:{name}': "
+        "the package 'hp-classifier' is not installed; pip install hp-classifier"
+        for place, group, name in (
+            ("5:10: trainer", "trainer", "classification"),
+            ("8:9: model", "model", "sequence_classifier"),
+            ("22:9: dataset", "dataset", "labelled"),
+            ("29:10: loss_fn", "loss_fn", "classification"),
+        )
+    ),
     "hp_fast_norm/recipe.yaml": "23:13: plan_overrides[0].replace_module.name: no "
     "plan_overrides.replace_module component is named 'hp-fast-norm:fast_norm': "
     "the package 'hp-fast-norm' is not installed; pip install hp-fast-norm",
@@ -44,7 +54,7 @@ def name_of(path: Path) -> str:
 
 def test_every_recipe_of_a_package_has_its_refusal() -> None:
     assert {name_of(path) for example in EXAMPLES for path in example.glob("*.yaml")} == set(REFUSALS)
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
 
 
 @pytest.mark.parametrize("recipe", REFUSALS)
@@ -55,7 +65,7 @@ def test_without_its_package_a_recipe_is_refused(recipe: str, tmp_path: Path, mo
     path = ROOT / "examples" / recipe
     done = hp_train_here(str(path))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"{path}:{REFUSALS[recipe]}\n"
+    assert done.stderr == "".join(f"{path}:{line}\n" for line in REFUSALS[recipe].splitlines())
     assert not list(tmp_path.iterdir())
 
 
@@ -103,6 +113,14 @@ def test_an_example_works_as_its_readme_says(runs: dict[str, Path], request: pyt
     check(runs)
 
 
+def check_classifier(runs: dict[str, Path]) -> None:
+    kinds = {"classification", "labelled", "sequence_classifier"}
+    assert took_part(runs["recipe"]) == {f"hp-classifier:{kind}" for kind in kinds}
+    (accuracy,) = [row["eval_accuracy"] for row in read_metrics(runs["recipe"])[-1:]]
+    assert accuracy > 0.95
+    assert manifest(runs["recipe"])["export"]["possible"] is True
+
+
 def check_focal_loss(runs: dict[str, Path]) -> None:
     assert took_part(runs["recipe"]) == took_part(runs["recipe_with_plugin"]) == {"hp-focal-loss:focal"}
     assert manifest(runs["recipe"])["plugins"] == []
@@ -135,6 +153,7 @@ def check_zloss(runs: dict[str, Path]) -> None:
 
 
 CHECKS = {
+    "hp_classifier": check_classifier,
     "hp_fast_norm": check_fast_norm,
     "hp_focal_loss": check_focal_loss,
     "hp_lion": check_lion,

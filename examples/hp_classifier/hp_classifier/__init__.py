@@ -1,0 +1,1 @@
+"""Sequence classification: one label for each text."""
