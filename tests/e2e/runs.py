@@ -83,8 +83,15 @@ def hp_train(
     *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """`hp-train` as a user calls it."""
+    return captured([sys.executable, "-m", "hp_core", *arguments], cwd=cwd, env=env)
+
+
+def captured(
+    command: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What a command that has to do with the checkout says."""
     return subprocess.run(
-        [sys.executable, "-m", "hp_core", *arguments],
+        command,
         cwd=cwd or ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         capture_output=True,

@@ -15,7 +15,7 @@ import pytest
 from hp_core.observe.trackers import read_metrics
 from hp_core.testing.ranks import RankError, run_ranks
 from tests.conftest import ROOT
-from tests.e2e.runs import hp_train, hp_train_here, manifest, recipe, steps, train_here
+from tests.e2e.runs import captured, hp_train, hp_train_here, manifest, recipe, steps, train_here
 
 
 def text_recipe(tmp_path: Path, extra: str = "") -> Path:
@@ -81,18 +81,8 @@ def test_two_processes_by_the_launcher(tmp_path):
 
 def test_under_torchrun(tmp_path):
     path = recipe(tmp_path)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "hp_core"),
-            *(str(path), "--training.train_iters=2"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "hp_core"]
+    done = captured([*torchrun, str(path), "--training.train_iters=2"], env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert manifest(tmp_path / "run")["world"]["size"] == 2
     assert len(steps(read_metrics(tmp_path / "run"))) == 2

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.e2e.runs import recipe
+from tests.e2e.runs import captured, recipe
 
 # A checkpoint of the tiny model with AdamW's moments takes over 400 KiB; its weights are 85 of them.
 ROOMS = {"none": "64k", "two": "1200k"}
@@ -22,15 +19,8 @@ def on_a_small_disk(path: Path, disk: Path, size: str, *commands: str) -> list[t
     disk.mkdir()
     parts = [f"mount -t tmpfs -o size={size} tmpfs {shlex.quote(str(disk))} || exit 99"]
     parts += [f"( {command} ) > {path}.{number} 2>&1; echo $?" for number, command in enumerate(commands)]
-    done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", "; ".join(parts)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", "; ".join(parts)]
+    done = captured(inside, env={"OMP_NUM_THREADS": "1"})
     if done.returncode:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
     texts = [Path(f"{path}.{number}").read_text() for number in range(len(commands))]

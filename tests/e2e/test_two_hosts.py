@@ -23,6 +23,7 @@ from tests.e2e.runs import manifest, recipe, steps, train
 PORT = 29400
 DROPOUT = "--model.config.attention_dropout=0.2"
 EVERY = "--checkpoint.save_every=2"
+RANKS = (["--node-rank=0"], ["--node-rank=1"])
 
 
 @pytest.fixture
@@ -98,9 +99,6 @@ def test_the_first_cause_on_any_machine_is_told_on_each(tmp_path, hosts):
         told = r"error: rank 1 on right, step 2, samples \d+:\nTraceback [^$]*\nRuntimeError: the loss broke\n"
         assert len(re.findall(told, text)) == text.count("error: ") == 1, text
         assert "(1 other rank ended because of it)" in text
-
-
-RANKS = (["--node-rank=0"], ["--node-rank=1"])
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -180,10 +178,9 @@ def test_a_machine_that_nobody_waits_for_says_so(monkeypatch):
         meeting.Meeting(LaunchConfig(nnodes=2, rdzv_endpoint="192.0.2.1:29400"))
 
 
-@pytest.mark.parametrize("nnodes", ["1:2"])
-def test_a_machine_that_comes_late_leaves_the_others_at_work(tmp_path, hosts, nnodes):
+def test_a_machine_that_comes_late_leaves_the_others_at_work(tmp_path, hosts):
     path = recipe(tmp_path)
-    command = arguments(hosts, path, waiting(tmp_path / "gate"), nnodes=nnodes)
+    command = arguments(hosts, path, waiting(tmp_path / "gate"), nnodes="1:2")
     with hosts[0].hp_train(*command) as left:
         read_until(left, "step 2: saved")
         with hosts[1].hp_train(*command):

@@ -32,11 +32,11 @@ class LabelledRows:
     report = None
 
     def __init__(
-        self, texts: Sequence[LabelledText], ids: Sequence[Sequence[int]], pad_id: int, max_seq_len: int, kind: str
+        self, texts: Sequence[LabelledText], ids: Sequence[Sequence[int]], max_seq_len: int, tokenizer: Tokenizer
     ) -> None:
-        self._texts, self._ids, self._pad_id = texts, ids, pad_id
+        self._texts, self._ids, self._pad_id = texts, ids, tokenizer.eos_id
         self.max_seq_len = max_seq_len
-        told = json.dumps([kind, max_seq_len, [(one.text, one.label) for one in texts]])
+        told = json.dumps([tokenizer.fingerprint, max_seq_len, [(one.text, one.label) for one in texts]])
         self.fingerprint = hashlib.sha256(told.encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -80,8 +80,7 @@ def labelled(
     if not paths:
         raise ArgumentError("files", f"no file matches {files!r}")
     texts = _read([Path(path) for path in paths], labels)
-    parts = ([], []) if not validation_fraction else _split(texts, validation_fraction)
-    train, validation = parts if validation_fraction else (texts, [])
+    train, validation = _split(texts, validation_fraction)
 
     def rows(part: list[LabelledText]) -> LabelledRows:
         ids = tokenizer.encode_batch([one.text for one in part])
@@ -90,7 +89,7 @@ def labelled(
             number = sum(len(one) > max_seq_len for one in ids)
             message = f"{number} of {len(ids)} texts are longer than {max_seq_len} tokens, the longest has {longest}"
             raise ArgumentError("max_seq_len", message, f"write max_seq_len: {longest}, or too_long: cut")
-        return LabelledRows(part, ids, tokenizer.eos_id, max_seq_len, tokenizer.fingerprint)
+        return LabelledRows(part, ids, max_seq_len, tokenizer)
 
     return Datasets(rows(train), rows(validation) if validation else None, tokenizer=tokenizer)
 
@@ -99,7 +98,12 @@ def _read(paths: Sequence[Path], labels: Sequence[str]) -> list[LabelledText]:
     texts: list[LabelledText] = []
     problems: list[Problem] = []
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            problems.append(Problem(f"{path}: can't be read: {error}", path="dataset.files"))
+            continue
+        for number, line in enumerate(lines, 1):
             try:
                 texts.append(_labelled_text(line, labels))
             except ValueError as error:

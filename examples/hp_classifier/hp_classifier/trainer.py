@@ -34,6 +34,13 @@ class ClassificationTrainer(BaseTrainer):
             raise InputError(Problem(message, path="dataset.labels", hint="give both the same list"))
 
     def _build_collate_fn(self) -> None:
+        # Nothing that a recipe says is without effect.
+        if self.config.dataloader.collate_fn is not None:
+            message = "a classifier's rows are put together in one way"
+            raise InputError(Problem(message, path="dataloader.collate_fn", hint="remove it"))
+        if self.config.evaluation.samples.prompts:
+            message = "a classifier writes no text"
+            raise InputError(Problem(message, path="evaluation.samples.prompts", hint="remove them"))
         self.collate_fn = rows()
 
     def _build_get_batch(self) -> None:

@@ -114,6 +114,8 @@ def test_numbers_do_not_depend_on_ranks_or_accumulation(hp_run):
         ("dataset.tokenizer=null", "tokenizer"),
         ("model.config.pad_token_id=null", "config.pad_token_id: is missing"),
         ("dataset.max_seq_len=8", "write max_seq_len: "),
+        ("dataloader.collate_fn=rows", "dataloader.collate_fn: a classifier's rows"),
+        ("evaluation.samples.prompts=[hello]", "evaluation.samples.prompts: a classifier writes no text"),
     ],
 )
 def test_what_does_not_fit_is_refused(hp_run, override, told):
