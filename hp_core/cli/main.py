@@ -11,6 +11,7 @@ from typing import Any
 from hp_core.cli import check, config, data, export, launch, new_plugin, plugins, schema, train
 from hp_core.errors import EXIT_INTERRUPTED, HpError, InputError, Problem
 from hp_core.parallel.launching.records import failure_of
+from hp_core.threads import ended_with
 
 _EPILOG = """\
 Any recipe value can be given on the command line: --training.train_iters=10 --optimizer.lr=1e-4
@@ -23,8 +24,13 @@ training began.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one command, that of this process without `argv`, and return its exit code."""
+    if argv is None:
+        return ended_with(_main(sys.argv[1:]))
+    return _main(argv)
+
+
+def _main(arguments: Sequence[str]) -> int:
     _find_modules_here()
     try:
         known, overrides = _split(arguments)
@@ -62,7 +68,7 @@ def _with_command(arguments: list[str]) -> list[str]:
     return ["train", *arguments]
 
 
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate recipe values (`--a.b=c`, and root keys such as `--output_dir=x`) from options."""
     known: list[str] = []
     overrides: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -172,6 +173,41 @@ def test_the_evaluation_of_a_pipeline_is_broken_off(tmp_path, triggers):
     arm(triggers, 1)
     assert stopped(path, *settings, nproc=2, out=tmp_path / "run") == 2
     check_resumed(path, *settings, nproc=2, out=tmp_path / "run", whole=tmp_path / "whole")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{number:03d}" * 3}) + "\n" for number in range(24)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("packed_text", ()),
+        ("packed_text", ("is_validation: true", "--evaluation.every=2")),
+        ("streamed_text", ()),
+    ],
+    ids=["packed", "evaluation", "streamed"],
+)
+def test_a_thread_that_reads_holds_up_no_stop(tmp_path, triggers, texts, kind, more):
+    """It is left where it waits, and the process ends with its checkpoint and code."""
+    path = recipe(tmp_path)
+    path.write_text(path.read_text().replace("vocab_size: 96", "vocab_size: 300"))
+    given = ", ".join((f"trigger: {triggers}", f"files: {texts}", *more[:1]))
+    settings = [f"--dataset={{_target_: tests.e2e.signalling.{kind}, {given}}}", *more[1:], DROPOUT]
+    train(path, *settings, out=tmp_path / "whole")
+    triggers.touch()
+    process = started(path, *settings)
+    with gone_afterwards(process):
+        wait_for(process, "SIGTERM: stopping")
+        began = time.monotonic()
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 75, output
+        assert time.monotonic() - began < 15
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
+    check_resumed(path, *settings, nproc=1, out=tmp_path / "run", whole=tmp_path / "whole")
 
 
 def test_a_run_that_has_taken_no_step_stops_with_a_checkpoint_as_well(tmp_path, triggers):

@@ -5,7 +5,7 @@ import multiprocessing
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hp_core.data.protocols import RowDataset
 from hp_core.data.rows import WithEmptyRow
 from hp_core.errors import ArgumentError, InputError
 from hp_plugins.collators.rows import rows
+from hp_plugins.dataloaders.ahead import each_ahead
 from hp_plugins.dataloaders.torch_loader import torch_loader
 from hp_plugins.datasets.text import text
 from hp_plugins.tokenizers.byte_level import byte_tokenizer
@@ -212,10 +213,15 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def reading() -> int:
+    """How many threads read ahead."""
+    return sum(thread.name == "reading-ahead" for thread in threading.enumerate())
+
+
 @pytest.mark.parametrize(("setting", "ahead"), [(None, 2), (1, 1), (5, 5)])
 def test_a_thread_reads_so_many_batches_ahead_and_ends_with_the_loader(setting: int | None, ahead: int) -> None:
     dataset = WatchedRows()
-    num_threads = threading.active_count()
+    assert reading() == 0, threading.enumerate()
     batches = iter(watched(dataset, prefetch_factor=setting))
     for number in range(4):
         assert next(batches)["sample_ids"].tolist() == [number]
@@ -224,18 +230,56 @@ def test_a_thread_reads_so_many_batches_ahead_and_ends_with_the_loader(setting: 
     assert dataset.read == list(range(4 + ahead))
     assert dataset.threads == {"reading-ahead"}
     batches.close()
-    assert threading.active_count() == num_threads
+    assert reading() == 0
     assert [batch["sample_ids"].item() for batch in watched(WatchedRows())] == list(range(12))
-    assert threading.active_count() == num_threads
+    assert reading() == 0
 
 
 def test_an_error_comes_in_its_turn_and_ends_the_thread() -> None:
-    num_threads = threading.active_count()
+    assert reading() == 0, threading.enumerate()
     batches = iter(watched(WatchedRows(5)))
     assert [next(batches)["sample_ids"].item() for _ in range(5)] == list(range(5))
     with pytest.raises(InputError, match="row 5 is broken"):
         next(batches)
-    assert threading.active_count() == num_threads
+    assert reading() == 0
+
+
+def test_a_loader_that_is_closed_waits_for_no_row_and_reads_no_other() -> None:
+    assert reading() == 0, threading.enumerate()
+    gate, begun = threading.Event(), []
+
+    def read(number: int) -> int:
+        begun.append(number)
+        if number == 2:
+            gate.wait(60)
+        return number
+
+    results = each_ahead(range(9), read, 3)
+    assert next(results) == 0
+    wait_for(lambda: begun == [0, 1, 2])
+    started = time.monotonic()
+    results.close()
+    assert time.monotonic() - started < 10
+    assert reading() == 1
+    gate.set()
+    wait_for(lambda: reading() == 0)
+    assert begun == [0, 1, 2]
+
+
+def test_an_error_keeps_its_traceback_and_jobs_are_taken_by_the_caller() -> None:
+    takers = []
+
+    def jobs() -> Iterator[int]:
+        for number in range(5):
+            takers.append(threading.current_thread())
+            yield number
+
+    results = each_ahead(jobs(), lambda number: 1 // (2 - number), 2)
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(ZeroDivisionError) as caught:
+        next(results)
+    assert caught.traceback[-1].name == "<lambda>"
+    assert set(takers) == {threading.current_thread()}
 
 
 class DrawsLater(RandomRows):

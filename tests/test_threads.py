@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+from hp_core.threads import LooseThread, ended_with
+from tests.conftest import ROOT
+
+# Native code that calls back into python all the time, as readers of data do.
+_AT_WORK = """
+import atexit, time, torch
+from hp_core.threads import LooseThread, ended_with
+
+def work():
+    while True:
+        torch.randn(300, 300) @ torch.randn(300, 300)
+
+LooseThread(work, "reading").start()
+time.sleep(0.5)
+atexit.register(print, "told at the end")
+raise SystemExit(ended_with(75))
+"""
+
+
+def test_a_process_ends_with_its_code_while_a_loose_thread_is_at_work():
+    done = subprocess.run(
+        [sys.executable, "-c", _AT_WORK], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (75, "told at the end\n", "")
+
+
+def test_it_goes_on_without_one():
+    begun = threading.Event()
+    thread = LooseThread(begun.set, "short")
+    thread.start()
+    thread.join()
+    assert begun.is_set()
+    assert ended_with(3) == 3
