@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from hp_core.checkpoint.layout import named
 from hp_core.checkpoint.retention import prune
 from hp_core.checkpoint.room import require_room
 from hp_core.checkpoint.tensors import model_tensors, optimizer_tensors
-from hp_core.checkpoint.verify import problem_with, remark_on
 from hp_core.config import Recipe, TrainerConfig
 from hp_core.config.render import resolved_yaml
 from hp_core.entry_points import describe
@@ -30,7 +28,6 @@ from hp_core.observe.run_directory import (
     PLAN_FILE,
     RECIPE_FILE,
     RunDirectory,
-    choose,
     clear,
     closed_to_others,
     lock,
@@ -47,6 +44,7 @@ from hp_core.parallel.plan.planner import Planner
 from hp_core.parallel.setup import DistributedSetup, default_threads, distributed
 from hp_core.plugins import load_plugins, provenance
 from hp_core.training.base import BaseTrainer
+from hp_core.training.beginning import Beginning
 from hp_core.training.defaults import DefaultHooks
 from hp_core.training.protocols import parts_of
 from hp_core.training.run import Report, Run, digest, on_main
@@ -104,7 +102,8 @@ def _train(
         kept = setup.attempts.recall(_KEPT)
         # An earlier attempt has cleared the directory, and what is there now is its own.
         overwrite = overwrite and kept is None
-        directory = _directory(recipe, setup, overwrite, kept)
+        beginning = Beginning(Path(recipe.path), config.output_dir, config.checkpoint.resume, overwrite, kept)
+        directory = beginning.directory(setup)
         _check_plugins_of_checkpoint(directory, facts, config.checkpoint.allow_plugin_changes)
         console = Console(enabled=setup.environment.is_main)
         for message in directory.messages:
@@ -115,7 +114,7 @@ def _train(
                 at_end.callback(release, directory)
             at_end.callback(_release_lock, run)
             at_end.push(partial(_close_trackers, run))
-            return _fit(config.trainer.build(config=config), run, overwrite)
+            return _fit(config.trainer.build(config=config), run, beginning)
 
 
 def _release_lock(run: Run) -> None:
@@ -140,12 +139,12 @@ def _close_trackers(run: Run, kind: type[BaseException] | None, *_: object) -> N
         raise first
 
 
-def _fit(trainer: BaseTrainer, run: Run, overwrite: bool) -> Report:
+def _fit(trainer: BaseTrainer, run: Run, beginning: Beginning) -> Report:
     try:
         trainer.build(run)
         prepare_export(run, trainer.model, trainer.tokenizer)
         # Not before everything is built: a recipe that can't be built leaves no directory in the way of the next try.
-        _open(run, overwrite)
+        _open(run, beginning)
         return trainer.train()
     except Exception as error:
         try:
@@ -161,48 +160,6 @@ def _be_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-
-
-def _directory(recipe: Recipe, setup: DistributedSetup, overwrite: bool, kept: str | None) -> RunDirectory:
-    """Where the run writes, and the newest intact checkpoint that it goes on from.
-
-    `kept` is the directory of an earlier attempt of this launch, which is gone on in whatever the recipe says.
-    """
-    config, now = recipe.config, datetime.now()
-    resume = config.checkpoint.resume
-    broken: dict[Path, str] = {}
-
-    def choice(output_dir: str | None, resume: str | None) -> RunDirectory:
-        return choose(
-            recipe=Path(recipe.path),
-            output_dir=output_dir,
-            resume=resume,
-            overwrite=overwrite,
-            now=now,
-            broken=broken,
-        )
-
-    def pick() -> RunDirectory:
-        if kept is None:
-            return choice(config.output_dir, resume)
-        directory = choice(kept, "latest")
-        if directory.checkpoint is None and resume not in (None, "latest"):
-            # Nothing is saved yet: from where the first attempt set out.
-            return dataclasses.replace(directory, checkpoint=named(Path(resume), broken).newest, messages=())
-        return directory
-
-    while True:
-        # The main rank decides for all: clocks differ, and choosing may make a directory.
-        directory = on_main(pick, setup)
-        if directory.checkpoint is None:
-            return directory
-        problem = problem_with(directory.checkpoint, setup)
-        if problem is None:
-            remark = remark_on(directory.checkpoint)
-            return dataclasses.replace(directory, messages=(*directory.messages, *([remark] if remark else [])))
-        broken[directory.checkpoint.path] = problem
-        if setup.environment.is_main:
-            release(directory)
 
 
 def _manifest(
@@ -239,22 +196,23 @@ def _finished(directory: RunDirectory) -> dict[str, int]:
     return {"finished": before["finished"]} if "finished" in before else {}
 
 
-def _open(run: Run, overwrite: bool) -> None:
+def _open(run: Run, beginning: Beginning) -> None:
     """Make the run's directory and its trackers, on the main rank; every rank hears of it when that fails."""
-    on_main(partial(_open_here, run, overwrite), run.setup)
+    on_main(partial(_open_here, run, beginning), run.setup)
     run.is_open = True
     run.record()
 
 
-def _open_here(run: Run, overwrite: bool) -> None:
+def _open_here(run: Run, beginning: Beginning) -> None:
     directory, config = run.directory, run.config
     make(directory)
     run.lock = lock(directory)
+    beginning.require_unchanged(directory)
     # A tracker that can't be built must not cost the run that is to be replaced.
     trackers = [
         target.build(run_dir=directory.path, config=config, first_step=run.state.step + 1) for target in config.trackers
     ]
-    clear(directory, overwrite=overwrite)
+    clear(directory, overwrite=beginning.overwrite)
     if directory.continues:
         # A run that was killed may have been about to.
         for problem in prune(directory.path, config.checkpoint):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -213,6 +214,12 @@ def fail(how: str) -> None:
 
 def slow_rows() -> Datasets:
     time.sleep(60)
+    return numbered_rows()
+
+
+def rows_of_two_runs(source: str, copy: str) -> Datasets:
+    """Rows that are built while another run, which began with this one, writes to the same directory and ends."""
+    shutil.copytree(source, copy)
     return numbered_rows()
 
 

@@ -222,3 +222,37 @@ def test_broken_checkpoints_of_later_steps_do_not_take_the_place_of_new_ones(tmp
     train(path, "--checkpoint.resume=latest", "--training.train_iters=2", "--checkpoint.keep_last=1")
     kept = sorted(one.name for one in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["abandoned_step_00000005", "step_00000002"]
+
+
+@pytest.mark.parametrize("resume", ["latest", "run", "run/checkpoints/step_00000002"])
+def test_a_checkpoint_that_another_run_has_left_behind_meanwhile_is_refused(tmp_path, resume):
+    """Two that are started at once look for a checkpoint before one of them gets the directory."""
+    path = recipe(tmp_path)
+    run = tmp_path / "run"
+    train(path, "--training.stop_after=2")
+    source, copy = (run / "checkpoints" / f"step_{step:08d}" for step in (2, 4))
+    dataset = f"--dataset={{_target_: tests.e2e.parts.rows_of_two_runs, source: {source}, copy: {copy}}}"
+    resume = resume.replace("run", str(run))
+    settings = ("--checkpoint.allow_plugin_changes=true", "--training.stop_after=3")
+    done = hp_train_here(str(path), dataset, f"--checkpoint.resume={resume}", *settings)
+    if "step_" in resume:
+        # Whoever names a checkpoint means that one.
+        assert done.returncode == 0, done.stderr
+        assert sorted(one.name for one in copy.parent.iterdir())[0] == "abandoned_step_00000004"
+        return
+    assert done.returncode == 1
+    told = f"error: another run has written to '{run}' since this one began; the newest checkpoint is now {copy}"
+    assert done.stderr == f"{told}; start again\n"
+    assert sorted(one.name for one in copy.parent.iterdir()) == [source.name, copy.name]
+
+
+@pytest.mark.parametrize(("resume", "code"), [("null", 2), ("latest", 1)])
+def test_a_run_that_has_come_into_the_directory_meanwhile_is_not_written_over(tmp_path, resume, code):
+    path = recipe(tmp_path)
+    train(path, "--training.stop_after=2", out=tmp_path / "other")
+    source, copy = tmp_path / "other" / "checkpoints", tmp_path / "run" / "checkpoints"
+    dataset = f"--dataset={{_target_: tests.e2e.parts.rows_of_two_runs, source: {source}, copy: {copy}}}"
+    done = hp_train_here(str(path), dataset, f"--checkpoint.resume={resume}")
+    assert done.returncode == code
+    assert ("another run has written to" if resume == "latest" else "already holds a run") in done.stderr
+    assert [one.name for one in copy.iterdir()] == ["step_00000002"]
