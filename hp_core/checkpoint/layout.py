@@ -22,6 +22,7 @@ FORMAT = 2
 
 _FINAL = re.compile(r"step_(\d+)")
 _NOT_FINAL = re.compile(r"step_(\d+)\.(?:tmp|old)")
+_ABANDONED = "abandoned_"
 _REMOVED = "removed_"
 
 
@@ -104,9 +105,19 @@ def set_aside(run_directory: Path, *, after: int) -> None:
     for path in sorted((run_directory / CHECKPOINTS).glob("step_*")):
         match = _FINAL.fullmatch(path.name)
         if match and int(match.group(1)) > after:
-            aside = path.with_name(f"abandoned_{path.name}")
+            aside = path.with_name(_ABANDONED + path.name)
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
+
+
+def put_aside(run_directory: Path) -> list[tuple[int, Path]]:
+    """The step and path of what `set_aside` has renamed, in the order of their steps."""
+    found = []
+    for path in (run_directory / CHECKPOINTS).glob(f"{_ABANDONED}step_*"):
+        match = _FINAL.fullmatch(path.name.removeprefix(_ABANDONED))
+        if match:
+            found.append((int(match.group(1)), path))
+    return sorted(found)
 
 
 def named(path: Path, broken: Mapping[Path, str] | None = None) -> Search:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from hp_core.checkpoint.layout import complete_checkpoints, remove
+from hp_core.checkpoint.layout import complete_checkpoints, put_aside, remove
 from hp_core.config.checkpoint import CheckpointConfig, KeepBestConfig
 from hp_core.errors import InputError
 
@@ -33,6 +33,8 @@ def steps_to_delete(recorded: Mapping[int, Metrics], settings: CheckpointConfig)
 def prune(run_directory: Path, settings: CheckpointConfig) -> list[str]:
     """Delete what the recipe no longer wants; called when a new checkpoint is complete, by one process.
 
+    What was set aside when the run went back goes once the run has a checkpoint of as late a step.
+
     Returns:
         What could not be deleted and why, a line for each: that is no reason to end a run.
     """
@@ -47,8 +49,10 @@ def prune(run_directory: Path, settings: CheckpointConfig) -> list[str]:
         except InputError as error:
             # What can't be read is neither counted nor deleted.
             problems.append(str(error))
-    for step in steps_to_delete(recorded, settings):
-        path = checkpoints[step].path
+    newest = max(recorded, default=-1)
+    unwanted = [checkpoints[step].path for step in steps_to_delete(recorded, settings)]
+    unwanted += [path for step, path in put_aside(run_directory) if step <= newest]
+    for path in unwanted:
         try:
             remove(path)
         except OSError as error:

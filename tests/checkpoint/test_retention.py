@@ -131,6 +131,43 @@ def test_what_can_t_be_read_stays_and_is_told(tmp_path):
     assert names(tmp_path) == ["step_00000001", "step_00000003"]
 
 
+@pytest.mark.parametrize(
+    ("new", "left"),
+    [
+        ((), ["abandoned_step_00000004", "abandoned_step_00000006", "step_00000002"]),
+        ((3,), ["abandoned_step_00000004", "abandoned_step_00000006", "step_00000003"]),
+        ((4,), ["abandoned_step_00000006", "step_00000004"]),
+        ((4, 10), ["step_00000010"]),
+    ],
+)
+def test_what_was_set_aside_stays_until_the_run_has_come_as_far_again(tmp_path, new, left):
+    for step in (2, 4, 6):
+        a_checkpoint(tmp_path, step)
+    layout.set_aside(tmp_path, after=2)
+    assert prune(tmp_path, settings(keep_last=1)) == []
+    for step in new:
+        a_checkpoint(tmp_path, step)
+        assert prune(tmp_path, settings(keep_last=1)) == []
+    assert names(tmp_path) == left
+
+
+def test_what_was_set_aside_stays_without_a_checkpoint_that_can_be_used_or_a_wish(tmp_path):
+    for step in (2, 4):
+        a_checkpoint(tmp_path, step)
+    layout.set_aside(tmp_path, after=2)
+    (tmp_path / "checkpoints" / "abandoned_step_x").mkdir()
+    a_checkpoint(tmp_path, 5)
+    assert prune(tmp_path, settings()) == []
+    for name in (TRAINER_STATE, METADATA):
+        (step_directory(tmp_path, 5) / name).write_text("{")
+        prune(tmp_path, settings(keep_last=1))
+        assert names(tmp_path)[:2] == ["abandoned_step_00000004", "abandoned_step_x"]
+        (step_directory(tmp_path, 5) / name).unlink()
+    a_checkpoint(tmp_path, 7)
+    prune(tmp_path, settings(keep_last=1))
+    assert names(tmp_path) == ["abandoned_step_x", "step_00000005", "step_00000007"]
+
+
 def test_a_killed_deletion_leaves_nothing_that_counts(tmp_path, monkeypatch):
     for step in (1, 2):
         a_checkpoint(tmp_path, step)

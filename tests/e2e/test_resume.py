@@ -209,8 +209,9 @@ def test_going_back_in_the_same_run_sets_later_checkpoints_aside(tmp_path):
     assert steps(rows, "step") == [1, 2, 3]
     kept = sorted(one.name for one in (out / "checkpoints").iterdir())
     assert kept == [*("abandoned_step_00000004", "abandoned_step_00000006", "step_00000002", "step_00000003")]
-    rows = train(path, "--checkpoint.resume=latest", out=out)
+    rows = train(path, "--checkpoint.resume=latest", "--checkpoint.keep_last=1", out=out)
     assert steps(rows) == steps(unbroken)
+    assert [one.name for one in (out / "checkpoints").iterdir()] == ["step_00000006"]
 
 
 def test_broken_checkpoints_of_later_steps_do_not_take_the_place_of_new_ones(tmp_path):
