@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+# By this name the attempts of a run know its directory.
+RUN_DIRECTORY = "run_directory"
+
+
+def of_run(run_id: str, store: dist.Store) -> dist.Store:
+    """What belongs to one run in a store that several may share, where machines meet."""
+    return dist.PrefixStore(f"run_{run_id}", store)
+
 
 @dataclass(frozen=True)
 class Attempts:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
 from hp_core.cpus import usable_cpus
 from hp_core.errors import InputError, Problem
-from hp_core.parallel.attempts import Attempts
+from hp_core.parallel.attempts import Attempts, of_run
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.pipeline.schedules import SCHEDULES, num_stages
 from hp_core.parallel.sizes import ParallelSizes, parallel_sizes
@@ -187,8 +187,7 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # What fails in a stage is told once; torch would print the whole schedule before.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-    # Runs may share a store, where machines meet.
-    store = dist.PrefixStore(f"run_{environment.run_id}", _store(environment, limit))
+    store = of_run(environment.run_id, _store(environment, limit))
     dist.init_process_group(
         backend,
         # gloo finds the keys of a dead attempt and fails to connect unless each attempt has its own.

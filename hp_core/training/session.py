@@ -39,6 +39,7 @@ from hp_core.observe.run_directory import (
 )
 from hp_core.observe.trackers import JsonlTracker
 from hp_core.parallel.agreement import require_same_everywhere
+from hp_core.parallel.attempts import RUN_DIRECTORY
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.plan.planner import Planner
 from hp_core.parallel.setup import DistributedSetup, default_threads, distributed
@@ -48,9 +49,6 @@ from hp_core.training.beginning import Beginning
 from hp_core.training.defaults import DefaultHooks
 from hp_core.training.protocols import parts_of
 from hp_core.training.run import Report, Run, digest, on_main
-
-# By this name the attempts of a run know its directory.
-_KEPT = "run_directory"
 
 
 def train(
@@ -99,7 +97,7 @@ def _train(
         facts = {**provenance(plugins, components), "targets": _import_paths(config)}
         require_same_everywhere("recipes", digest(config), setup)
         require_same_everywhere("plugins and their versions", sorted(_names(facts)), setup)
-        kept = setup.attempts.recall(_KEPT)
+        kept = setup.attempts.recall(RUN_DIRECTORY)
         # An earlier attempt has cleared the directory, and what is there now is its own.
         overwrite = overwrite and kept is None
         beginning = Beginning(Path(recipe.path), config.output_dir, config.checkpoint.resume, overwrite, kept)
@@ -218,7 +216,7 @@ def _open_here(run: Run, beginning: Beginning) -> None:
         for problem in prune(directory.path, config.checkpoint):
             run.console.say(problem)
     _require_room(run)
-    run.setup.attempts.remember(_KEPT, str(directory.path.absolute()))
+    run.setup.attempts.remember(RUN_DIRECTORY, str(directory.path.absolute()))
     (directory.path / RECIPE_FILE).write_text(resolved_yaml(run.recipe), encoding="utf-8")
     run.assets.write(directory.path)
     planner = run.setup.planner

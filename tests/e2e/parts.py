@@ -253,3 +253,16 @@ class BreakingTracker:
 
     def close(self) -> None:
         pass
+
+
+class UnclosableTracker:
+    """Can't be closed."""
+
+    def __init__(self, run_dir: Any, config: Any, first_step: int) -> None:
+        pass
+
+    def log(self, metrics: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        raise OSError("no room for the log")

@@ -16,7 +16,7 @@ import pytest
 
 from hp_core.observe.trackers import read_metrics
 from tests.conftest import ROOT
-from tests.e2e.runs import recipe, steps
+from tests.e2e.runs import captured, recipe, steps
 
 SOON = 15.0
 
@@ -230,3 +230,36 @@ def test_restarts_are_counted_and_a_user_s_mistake_gets_none(tmp_path):
         text = rest(process, within=60)
     assert process.returncode == 2
     assert "attempt" not in text
+
+
+def test_a_restart_passes_over_the_broken_checkpoint_that_the_first_attempt_did(tmp_path):
+    """Nothing of its own is saved yet, so it sets out from where the first one did."""
+    path = recipe(tmp_path)
+    with started(path, "--checkpoint.save_every=2", "--training.stop_after=4", nproc=1) as process:
+        rest(process, within=60)
+    (shard,) = (tmp_path / "run" / "checkpoints" / "step_00000004").glob("*.distcp")
+    shard.write_bytes(b"")
+    out = tmp_path / "other"
+    arguments = (f"--checkpoint.resume={tmp_path / 'run'}", f"--output_dir={out}", failing("exit7", rank=0, call=6))
+    arguments += ("--checkpoint.allow_plugin_changes=true",)
+    with started(path, *arguments, "--max-restarts=1", nproc=1) as process:
+        text = rest(process, within=60)
+    assert process.returncode == 0, text
+    assert text.count("attempt 2 of 2") == 1, text
+    assert steps(read_metrics(out), "step") == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("moment", ["ending", "meeting", "building"])
+@pytest.mark.parametrize(("every", "code"), [(2, 75), (0, 143)], ids=["saved", "not saved"])
+def test_a_signal_between_two_attempts_is_heeded(tmp_path, moment, every, code):
+    """Nobody trains who could stop, but a checkpoint of the attempt before may be there to go on from."""
+    path = recipe(tmp_path)
+    arguments = (f"--checkpoint.save_every={every}", failing("exit7", rank=0, call=13), "--max-restarts=1")
+    driver = [sys.executable, "-m", "tests.e2e.signalled_launcher", moment, str(path), *arguments]
+    done = captured(driver)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("ended with code 7") == 1
+    assert done.stderr.count("attempt 2 of 2") == (moment == "building")
+    told = {75: "stopped between two attempts, after step 2; --checkpoint.resume=latest goes on from there"}
+    assert done.stderr.splitlines()[-1] == told.get(code, "interrupted before training began")
+    assert steps(read_metrics(tmp_path / "run"), "step") == [1, 2, 3]

@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 
-from hp_core.errors import EXIT_RUN_FAILED, EXIT_USER_INPUT
+from hp_core.checkpoint.layout import search
+from hp_core.errors import EXIT_RUN_FAILED, EXIT_STOPPED, EXIT_USER_INPUT
 from hp_core.parallel.launching.causes import first_cause
 from hp_core.parallel.launching.meeting import SILENCE_SECONDS, Meeting
 from hp_core.parallel.launching.processes import Processes
@@ -38,6 +40,7 @@ class RankAgent(SimpleElasticAgent):
         self._starting = threading.Lock()
         self.cause: Failure | None = None
         self.num_others = 0
+        self._run_directory: Path | None = None
         self.signals = LauncherSignals(self._forward, self._end_now)
 
     @property
@@ -51,6 +54,19 @@ class RankAgent(SimpleElasticAgent):
         assert self._processes is not None
         asked = self.signals.asked or 0
         return any(code in (-asked, 128 + asked) for code in self._processes.ended().values())
+
+    def leave(self, number: int) -> int:
+        """Say that a signal came while no rank was training, and return the code to exit with.
+
+        An earlier attempt may have saved: then the run is one that has stopped, and can be gone on with.
+        """
+        newest = search(self._run_directory).newest if self._run_directory is not None else None
+        if newest is None:
+            print("interrupted before training began", file=sys.stderr)
+            return 128 + number
+        told = f"stopped between two attempts, after step {newest.step}"
+        print(f"{told}; --checkpoint.resume=latest goes on from there", file=sys.stderr)
+        return EXIT_STOPPED
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         with self._starting:
@@ -117,6 +133,7 @@ class RankAgent(SimpleElasticAgent):
         self.num_others = self._worker_group.workers[0].world_size - max(1, len(alike))
         self._remaining_restarts = self._restarts_left(spec)
         if self._remaining_restarts:
+            self._run_directory = self._meeting.run_directory()
             print(self.cause.told(self.num_others), file=sys.stderr)
         return RunResult(WorkerState.FAILED)
 
@@ -144,9 +161,9 @@ class RankAgent(SimpleElasticAgent):
             self._processes.send(number)
 
     def _leave(self, number: int) -> NoReturn:
-        print("interrupted before training began", file=sys.stderr)
+        code = self.leave(number)
         self._folder.remove()
-        os._exit(128 + number)
+        os._exit(code)
 
     def _end_now(self) -> None:
         if self._processes is not None:

@@ -58,8 +58,7 @@ def _code(agent: RankAgent) -> int:
         return EXIT_STOPPED if agent.has_stopped else EXIT_DONE
     asked = agent.signals.asked
     if asked is not None and agent.was_interrupted:
-        print("interrupted before training began", file=sys.stderr)
-        return 128 + asked
+        return agent.leave(asked)
     print(agent.cause.told(agent.num_others), file=sys.stderr)
     return agent.cause.code
 

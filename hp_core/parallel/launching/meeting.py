@@ -7,6 +7,7 @@ import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from hp_core.config.launch import LaunchConfig
 from hp_core.errors import InputError, RunError
+from hp_core.parallel.attempts import RUN_DIRECTORY, Attempts, of_run
 from hp_core.parallel.launching.records import Failure
 
 # A machine that has said nothing for so long is gone: power and network fail without a word.
@@ -209,6 +211,11 @@ class Meeting(RendezvousHandler):
         if self._round.add("hp/failed", 1) == 1:
             self._round.set("hp/failures", str(self._root.add(f"hp/{self._run_id}/failures", 1)))
         return int(self._round.get("hp/failures"))
+
+    def run_directory(self) -> Path | None:
+        """Where the run writes, once an attempt has begun to."""
+        kept = Attempts(self.attempt + 1, of_run(self.get_run_id(), self._root)).recall(RUN_DIRECTORY)
+        return None if kept is None else Path(kept)
 
     def tell(self, own: Failure) -> Failure:
         """Tell the others why ranks ended here, and return the first cause on any machine."""
