@@ -16,9 +16,8 @@ import pytest
 
 from hp_core.observe.trackers import read_metrics
 from tests.conftest import ROOT
+from tests.e2e.ranks import failing, read_until, rest
 from tests.e2e.runs import captured, recipe, steps
-
-SOON = 15.0
 
 
 @contextmanager
@@ -49,28 +48,6 @@ def children(pid: int) -> list[int]:
         return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
-
-
-def read_until(process: subprocess.Popen[str], start: str) -> None:
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if line.startswith(start):
-            return
-    raise AssertionError("".join(seen))
-
-
-def rest(process: subprocess.Popen[str], within: float = SOON) -> str:
-    """What is still said. It ends when no process is left that could say something."""
-    started = time.monotonic()
-    text, _ = process.communicate(timeout=120)
-    assert time.monotonic() - started < within, text
-    return text
-
-
-def failing(how: str, rank: int = 1, call: int = 4) -> str:
-    return f"--loss_fn={{_target_: tests.e2e.parts.FailingLoss, rank: {rank}, call: {call}, how: {how}}}"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hp_core.observe.trackers import read_metrics
 from hp_core.parallel.launching import meeting
 from hp_core.parallel.launching.meeting import SILENCE_SECONDS
 from tests.e2e.hosts import Host, two_hosts
+from tests.e2e.ranks import failing, read_until, rest
 from tests.e2e.runs import manifest, recipe, steps, train
 
 PORT = 29400
@@ -47,27 +48,6 @@ def running(
         yield left, right
 
 
-def read_until(process: subprocess.Popen[str], start: str) -> str:
-    assert process.stdout is not None
-    seen = ""
-    for line in process.stdout:
-        seen += line
-        if line.startswith(start):
-            return seen
-    raise AssertionError(seen)
-
-
-def rest(process: subprocess.Popen[str], within: float = 60.0) -> str:
-    began = time.monotonic()
-    text, _ = process.communicate(timeout=150)
-    assert time.monotonic() - began < within, text
-    return text
-
-
-def failing(how: str, rank: int, call: int) -> str:
-    return f"--loss_fn={{_target_: tests.e2e.parts.FailingLoss, rank: {rank}, call: {call}, how: {how}}}"
-
-
 def waiting(gate: Path) -> str:
     """A loss that waits at its ninth call of a first attempt until a file is there."""
     return f"--loss_fn={{_target_: tests.e2e.parts.GatedLoss, call: 9, gate: {gate}}}"
@@ -82,7 +62,7 @@ def test_two_machines_train_as_two_processes_of_one(tmp_path, hosts):
     train(path, DROPOUT, EVERY, nproc=2, out=tmp_path / "plain")
     # The second machine is asked to be the first: it has rank 0, which writes and speaks.
     with running(hosts, arguments(hosts, path), ["--node-rank=1"], ["--node-rank=0"]) as (left, right):
-        texts = [rest(left), rest(right)]
+        texts = [rest(left, within=60), rest(right, within=60)]
         assert [left.returncode, right.returncode] == [0, 0], texts
     assert rows(tmp_path / "run") == rows(tmp_path / "plain")
     assert "step 6/6" in texts[1]
@@ -92,7 +72,7 @@ def test_two_machines_train_as_two_processes_of_one(tmp_path, hosts):
 def test_the_first_cause_on_any_machine_is_told_on_each(tmp_path, hosts):
     path = recipe(tmp_path)
     with running(hosts, arguments(hosts, path, failing("raise", rank=1, call=3)), *RANKS) as (left, right):
-        texts = [rest(left), rest(right)]
+        texts = [rest(left, within=60), rest(right, within=60)]
         assert [left.returncode, right.returncode] == [1, 1], texts
         assert [host.processes() for host in hosts] == [[], []]
     for text in texts:
@@ -107,7 +87,7 @@ def test_a_signal_on_one_machine_stops_both(tmp_path, hosts, number):
     with running(hosts, arguments(hosts, path, "--training.train_iters=50000"), *RANKS) as processes:
         read_until(processes[0], "step 3/")
         processes[number].terminate()
-        texts = [rest(one) for one in processes]
+        texts = [rest(one, within=60) for one in processes]
         assert [one.returncode for one in processes] == [75, 75], texts
     match = re.search(r"stopped after step (\d+)", texts[0])
     assert match is not None, texts
@@ -129,7 +109,7 @@ def test_a_machine_that_goes_is_replaced(tmp_path, hosts, how):
         told = read_until(left, "error: ")
         hosts[1].plug_in()
         with hosts[1].hp_train(*command, "--node-rank=1") as again:
-            texts = [begun + told + rest(left), rest(again)]
+            texts = [begun + told + rest(left, within=60), rest(again, within=60)]
             assert [left.returncode, again.returncode] == [0, 0], texts
     if how == "unplugged":
         assert f"error: machine right has not been heard of for {SILENCE_SECONDS:g} s" in texts[0]
@@ -186,7 +166,7 @@ def test_a_machine_that_comes_late_leaves_the_others_at_work(tmp_path, hosts):
         with hosts[1].hp_train(*command):
             time.sleep(25)
             (tmp_path / "gate").touch()
-            text = rest(left)
+            text = rest(left, within=60)
             assert left.returncode == 0, text
     assert "attempt" not in text
     assert steps(read_metrics(tmp_path / "run"), "step") == [1, 2, 3, 4, 5, 6]
