@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ from typing_extensions import Self
 
 from hp_core.observe.console import Console
 from hp_core.parallel.launching.records import LaunchFolder
+from hp_core.signals import SignalWatch
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A signal to a process and one to its group, as `timeout` sends them, are one request.
 _ONE_REQUEST_SECONDS = 0.1
 
@@ -34,9 +33,8 @@ class StopAgreed(BaseException):
 class StopSignals:
     """Notes SIGTERM, SIGUSR1 and Ctrl-C while it is entered; a second one ends the process at once.
 
-    The handlers of python run only between its instructions, and a collective may hold the main thread for minutes.
-    So a thread is told by the interpreter's C handler, through a socket, and takes care of the second signal too.
-    Signals are a matter of the main thread: entered in another, it never asks for a stop.
+    A collective may hold the main thread for minutes, so a thread takes care of the second signal. Signals are a matter
+    of the main thread: entered in another, it never asks for a stop.
     """
 
     def __init__(self, console: Console) -> None:
@@ -45,6 +43,7 @@ class StopSignals:
         self._is_asked = False
         self._is_waiting = False
         self._is_entered = False
+        self._watch = SignalWatch(self._notice, self._handle)
         # It passes the first signal on, which the rank may have got already, and ends everything at the second.
         self._has_launcher = LaunchFolder.of_environment() is not None
 
@@ -72,29 +71,16 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return self
         self._is_entered = True
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        self._watcher = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
-        self._watcher.start()
-        self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._watch.start()
         os.register_at_fork(after_in_child=self._after_fork)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._is_entered:
-            return
-        self._is_entered = False
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._old_fd)
-        # Closing it would not wake the watcher while a child that was forked meanwhile holds a copy.
-        self._writer.shutdown(socket.SHUT_RDWR)
-        self._writer.close()
-        self._watcher.join()
-        self._reader.close()
+        if self._is_entered:
+            self._is_entered = False
+            self._watch.stop()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._is_asked = True
@@ -102,18 +88,14 @@ class StopSignals:
             self._is_waiting = False
             raise WaitEnded
 
-    def _watch(self) -> None:
-        while numbers := self._reader.recv(64):
-            for number in numbers:
-                if number not in SIGNALS:
-                    continue
-                now = time.monotonic()
-                if self._first is None:
-                    self._first, self._is_asked = now, True
-                    name = signal.Signals(number).name
-                    self._console.say(f"{name}: stopping at the next step; a second signal ends the run at once")
-                elif now - self._first > _ONE_REQUEST_SECONDS and not self._has_launcher:
-                    self._end_now(number)
+    def _notice(self, number: int) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self._is_asked = now, True
+            name = signal.Signals(number).name
+            self._console.say(f"{name}: stopping at the next step; a second signal ends the run at once")
+        elif now - self._first > _ONE_REQUEST_SECONDS and not self._has_launcher:
+            self._end_now(number)
 
     def _end_now(self, number: int) -> None:
         self._console.leave(f"{signal.Signals(number).name} again: ended at once, without a checkpoint of this step")
