@@ -19,10 +19,9 @@ from hp_core.data.streaming import StreamBatches, StreamOrder
 from hp_core.errors import noting
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.fsdp import require_sharded
-from hp_core.parallel.ready import require_split
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepCounts, StepLoss, on_device
-from hp_core.training.built import as_lr_scheduler, as_module, as_optimizer, require_each_once, require_savable
+from hp_core.training.built import as_lr_scheduler, as_optimizer, require_each_once, require_savable
 from hp_core.training.columns import column_arguments
 from hp_core.training.evaluation import Evaluation, evaluate
 from hp_core.training.feeding import SourceCounts, feed_of, keep_cursors
@@ -34,7 +33,7 @@ from hp_core.training.reading import StepReader, Stoppable
 from hp_core.training.run import Report, Run, data_facts, data_lines
 from hp_core.training.saving import Checkpointing
 from hp_core.training.schedule import total_steps
-from hp_core.training.startup import checked_datasets, checked_loss, told_of_the_loss
+from hp_core.training.startup import checked_datasets, checked_loss, checked_model, told_of_the_loss
 from hp_core.training.state import RunState, seed_everything
 from hp_core.training.step import Entries, Passes, accumulate_gradients, require_same_entries
 from hp_core.training.stopping import StopAgreed, StopSignals
@@ -112,17 +111,7 @@ class BaseTrainer:
             activation_swap=None,
             compile_config=None,
         )
-        self.model = as_module(built, "model")
-        require_split(self.model, self.setup)
-        if self.setup.replacer is not None:
-            self.setup.replacer.require_applied()
-            self.run.record(replaced_modules=self.setup.replacer.summaries)
-            for line in self.setup.replacer.lines():
-                self.run.console.say(line)
-        if self.setup.planner is not None:
-            self.setup.planner.require_applied()
-            for line in self.setup.planner.lines():
-                self.run.console.say(line)
+        self.model = checked_model(built, self.run)
         self.run.model = self.model
 
     def _build_loss(self) -> None:

@@ -1,4 +1,4 @@
-"""What has to hold of the loss and the data before a step is taken."""
+"""What has to hold of the model, the loss and the data before a step is taken."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hp_core.data.rows import WithEmptyRow, as_datasets
 from hp_core.entry_points import describe
 from hp_core.errors import HpError, InputError, Problem
 from hp_core.parallel.agreement import require_same_everywhere
+from hp_core.parallel.ready import require_split
 from hp_core.training.built import as_module, require_loss_call, require_without_parameters
 from hp_core.training.columns import require_columns
 from hp_core.training.evaluation import require_validation
@@ -41,6 +42,27 @@ def told_of_the_loss(what: str) -> Iterator[None]:
             raise  # another rank has failed, and will say why
         hint = f"raised in {Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
         raise InputError(Problem(f"{what}: {describe(error)}", path="loss_fn", hint=hint)) from error
+
+
+def checked_model(built: Any, run: Run) -> nn.Module:
+    """What `build_model` gave, cut into stages, replaced and sharded as the recipe says; the run tells how.
+
+    Raises:
+        InputError: it is no model, or something that the recipe says of it was not done.
+    """
+    model, setup = as_module(built, "model"), run.setup
+    require_split(model, setup)
+    lines: list[str] = []
+    if setup.replacer is not None:
+        setup.replacer.require_applied()
+        run.record(replaced_modules=setup.replacer.summaries)
+        lines += setup.replacer.lines()
+    if setup.planner is not None:
+        setup.planner.require_applied()
+        lines += setup.planner.lines()
+    for line in lines:
+        run.console.say(line)
+    return model
 
 
 def checked_loss(built: Any, run: Run) -> tuple[nn.Module, LossContract]:
