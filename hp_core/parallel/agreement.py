@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import socket
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from hp_core.errors import InputError
+from hp_core.parallel.environment import ProcessEnvironment
 
 if TYPE_CHECKING:
     from hp_core.parallel.setup import DistributedSetup
@@ -22,6 +26,43 @@ def require_same_everywhere(what: str, value: Any, setup: DistributedSetup) -> N
     for rank, other in enumerate(values):
         if other != values[0]:
             raise InputError(f"{what} differ between ranks: rank 0 has {values[0]}, rank {rank} has {other}")
+
+
+def require_same_recipes(digests: Mapping[str, str], environment: ProcessEnvironment, store: dist.Store) -> None:
+    """Refuse recipes that differ before anything is built of them: ranks of other meshes would wait for one another.
+
+    Rank 0 compares, and tells all, through the store alone.
+
+    Args:
+        digests: of what each section says.
+        environment: which of how many processes this is.
+        store: of this attempt of the run.
+
+    Raises:
+        InputError: on every rank; it names the first that differs, its host and the sections.
+    """
+    if environment.world_size == 1:
+        return
+    own = {"host": socket.gethostname(), "digests": dict(digests)}
+    if environment.rank > 0:
+        store.set(f"recipe_{environment.rank}", json.dumps(own))
+        verdict = store.get("recipes").decode()
+    else:
+        others = (json.loads(store.get(f"recipe_{rank}")) for rank in range(1, environment.world_size))
+        verdict = next((text for rank, other in enumerate(others, 1) if (text := _unlike(own, rank, other))), "")
+        store.set("recipes", verdict)
+    if verdict:
+        raise InputError(verdict)
+
+
+def _unlike(own: Mapping[str, Any], rank: int, other: Mapping[str, Any]) -> str:
+    """How the recipe of a rank differs from that of rank 0; empty if it doesn't."""
+    names = sorted({*own["digests"], *other["digests"]})
+    sections = [name for name in names if own["digests"].get(name) != other["digests"].get(name)]
+    if not sections:
+        return ""
+    where = f"rank 0 (on {own['host']}) and rank {rank} (on {other['host']})"
+    return f"recipes differ between ranks: {where} are given different {', '.join(sections)}"
 
 
 def gathered(value: Any, setup: DistributedSetup) -> list[Any]:

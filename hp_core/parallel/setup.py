@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig, TrainerConfig, TrainingConfig
 from hp_core.cpus import usable_cpus
 from hp_core.errors import InputError, Problem
+from hp_core.parallel.agreement import require_same_recipes
 from hp_core.parallel.attempts import Attempts, of_run
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.pipeline.schedules import SCHEDULES, num_stages
@@ -170,11 +171,16 @@ class DistributedSetup:
 
 
 @contextmanager
-def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Iterator[DistributedSetup]:
+def distributed(
+    environment: ProcessEnvironment, config: TrainerConfig, digests: Mapping[str, str] | None = None
+) -> Iterator[DistributedSetup]:
     """Start the process group and the meshes of a recipe, and take them down again.
 
+    `digests` are what the ranks' recipes are compared by, as `hp_core.config.digest` makes them.
+
     Raises:
-        InputError: the sizes don't make the world, or the device or backend isn't there.
+        InputError: the sizes don't make the world, the device or backend isn't there, or another rank has another
+            recipe.
     """
     parallel_sizes(config, environment.world_size)  # before any rank waits for another
     training = config.training
@@ -188,10 +194,13 @@ def distributed(environment: ProcessEnvironment, config: TrainerConfig) -> Itera
     # What fails in a stage is told once; torch would print the whole schedule before.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     store = of_run(environment.run_id, _store(environment, limit))
+    # gloo finds the keys of a dead attempt and fails to connect unless each attempt has its own.
+    attempt = dist.PrefixStore(f"attempt_{environment.attempt}", store)
+    if digests is not None:
+        require_same_recipes(digests, environment, attempt)
     dist.init_process_group(
         backend,
-        # gloo finds the keys of a dead attempt and fails to connect unless each attempt has its own.
-        store=dist.PrefixStore(f"attempt_{environment.attempt}", store),
+        store=attempt,
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=limit,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -97,16 +96,6 @@ def on_main(function: Callable[[], T], setup: DistributedSetup) -> T:
         raise box[0]
     value: T = box[0]
     return value
-
-
-def digest(config: TrainerConfig) -> str:
-    """A hash of everything that a recipe says, for comparing; where values come from the environment too."""
-    targets = [(target.section, target.spelling, sorted(target.arguments.items())) for target in config.targets()]
-    sections = [str(config.training), str(config.fsdp_config), str(config.mixed_precision), str(config.evaluation)]
-    overrides = [str(override) for override in config.plan_overrides]
-    sections += [str(config.accelerator), str(config.launch.timeout)]
-    text = repr((targets, sections, overrides, str(config.checkpoint), config.plugins))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def data_facts(datasets: Datasets) -> dict[str, Any]:

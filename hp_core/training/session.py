@@ -18,6 +18,7 @@ from hp_core.checkpoint.retention import prune
 from hp_core.checkpoint.room import require_room
 from hp_core.checkpoint.tensors import model_tensors, optimizer_tensors
 from hp_core.config import Recipe, TrainerConfig
+from hp_core.config.digest import digests
 from hp_core.config.render import resolved_yaml
 from hp_core.entry_points import describe
 from hp_core.errors import HpError, InputError
@@ -48,7 +49,7 @@ from hp_core.training.base import BaseTrainer
 from hp_core.training.beginning import Beginning
 from hp_core.training.defaults import DefaultHooks
 from hp_core.training.protocols import parts_of
-from hp_core.training.run import Report, Run, digest, on_main
+from hp_core.training.run import Report, Run, on_main
 
 
 def train(
@@ -89,13 +90,12 @@ def _train(
         _be_deterministic()
     if "OMP_NUM_THREADS" not in os.environ and environment.launcher == "none":
         torch.set_num_threads(default_threads(1))
-    with distributed(environment, config) as setup:
+    with distributed(environment, config, digests(config)) as setup:
         replacer = ModuleReplacer(config.plan_overrides, plugins.hook.replace_module)
         planner = Planner(config.plan_overrides, plugins.hook.on_plan)
         setup = dataclasses.replace(setup, replacer=replacer, planner=planner)
         components = [target.component for target in config.targets() if target.component is not None]
         facts = {**provenance(plugins, components), "targets": _import_paths(config)}
-        require_same_everywhere("recipes", digest(config), setup)
         require_same_everywhere("plugins and their versions", sorted(_names(facts)), setup)
         kept = setup.attempts.recall(RUN_DIRECTORY)
         # An earlier attempt has cleared the directory, and what is there now is its own.

@@ -1,0 +1,54 @@
+"""Ranks with other recipes are told so at once, before they build anything together."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from hp_core.errors import InputError
+from hp_core.parallel.environment import ProcessEnvironment
+from hp_core.testing.ranks import run_ranks
+from tests.e2e.runs import recipe, train_here
+
+MEANT = {
+    "a mesh": (["--accelerator.tp_size=2"], "accelerator"),
+    "a pipeline": (["--accelerator.pp_size=2"], "accelerator"),
+    "a component's argument": (["--optimizer.lr=0.5"], "optimizer"),
+    "another model": (["--model.config.hidden_size=64"], "model"),
+    "two sections": (["--training.seed=4", "--checkpoint.save_every=2"], "checkpoint, training"),
+    "a time limit": (["--launch.timeout=1000"], "launch.timeout"),
+    "a tracker": (["--trackers=[tensorboard]"], "trackers"),
+}
+
+
+def refused(environment: ProcessEnvironment, path: str, overrides: list[str]) -> tuple[str, float]:
+    """What a rank is told, and after how many seconds; the last of them is given other overrides."""
+    own = overrides if environment.rank == environment.world_size - 1 else []
+    started = time.monotonic()
+    try:
+        train_here(environment, path, own)
+    except InputError as error:
+        return str(error), time.monotonic() - started
+    return "", 0.0
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_every_rank_is_told_what_differs_within_seconds(name: str, tmp_path: Path) -> None:
+    """The recipe's own limit is half an hour."""
+    overrides, sections = MEANT[name]
+    told = run_ranks(refused, 2, str(recipe(tmp_path)), overrides, timeout=60)
+    for text, seconds in told:
+        assert text.startswith("recipes differ between ranks: rank 0 (on ")
+        assert text.endswith(f") are given different {sections}")
+        assert "rank 1 (on " in text
+        assert seconds < 30
+    assert not (tmp_path / "run").exists()
+
+
+def test_where_a_rank_writes_is_its_own_business(tmp_path: Path) -> None:
+    """A machine may have its disks elsewhere; rank 0 decides for all."""
+    overrides = [f"--output_dir={tmp_path / 'elsewhere'}"]
+    assert run_ranks(refused, 2, str(recipe(tmp_path)), overrides, timeout=120) == [("", 0.0)] * 2
+    assert not (tmp_path / "elsewhere").exists()
