@@ -44,8 +44,13 @@ class PluginRecord:
 
     @property
     def key(self) -> str:
-        """What tells it apart from every other plugin: `package:name`, or the path of a one-file plugin."""
-        return self.name if self.distribution is None else f"{self.distribution}:{self.name}"
+        """What it is called wherever it lies: `package:name`, or the name of a one-file plugin's file."""
+        return f"{self.distribution}:{self.name}" if self.is_installed else Path(self.source).name
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it comes with a distribution, and isn't a file."""
+        return self.distribution is not None
 
     def __str__(self) -> str:
         origin = self.source if self.distribution is None else f"{self.distribution} {self.version}"
@@ -66,6 +71,8 @@ class Plugins:
     def of_each(self, hook: str) -> dict[str, Callable[..., Any]]:
         """Each plugin's own implementation of a hook, by `PluginRecord.key` in the recipe's order.
 
+        Of several files with one name, the second and later ones have their number behind it.
+
         Called with the hook's arguments by name; for hooks that concern each plugin by itself.
         """
         caller: pluggy.HookCaller = getattr(self.hook, hook)
@@ -74,7 +81,12 @@ class Plugins:
             place = _LISTED.fullmatch(one.plugin_name)
             if place is not None:
                 found[int(place.group(1))] = one
-        return {self.records[index].key: partial(_call_one, found[index]) for index in sorted(found)}
+        return {self._key(index): partial(_call_one, found[index]) for index in sorted(found)}
+
+    def _key(self, index: int) -> str:
+        key = self.records[index].key
+        number = 1 + sum(one.key == key for one in self.records[:index])
+        return key if number == 1 else f"{key} ({number})"
 
 
 class InstalledPlugins:

@@ -77,3 +77,14 @@ def test_a_file_that_is_not_there_or_does_not_load_says_where(site: Path, name: 
     before = set(sys.modules)
     assert refuse([name], site) == ["plugins[0]: " + expected.format(site=site.resolve())]
     assert not [one for one in set(sys.modules) - before if one.startswith("hp_plugin_file")]
+
+
+def test_files_of_one_name_keep_states_of_their_own_wherever_they_lie(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        body = f"@hookimpl\ndef save_state(run):\n    return {{'from': {folder!r}}}\n"
+        body += "@hookimpl\ndef load_state(run, state):\n    pass\n"
+        (tmp_path / folder / "one.py").write_text(HEADER + body)
+    for names in (["a/one.py", "b/one.py"], [str(tmp_path / folder / "one.py") for folder in ("a", "b")]):
+        found = load(names, tmp_path).of_each("save_state")
+        assert {key: save(run=None)["from"] for key, save in found.items()} == {"one.py": "a", "one.py (2)": "b"}

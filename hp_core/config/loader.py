@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hp_core.components import Components
 from hp_core.config.environment import without_quotes
 from hp_core.config.models import TrainerConfig
-from hp_core.config.node import MapNode, ScalarNode, find, nearest_origin, put, walk
+from hp_core.config.node import ListNode, MapNode, Node, ScalarNode, find, from_data, nearest_origin, put, walk
 from hp_core.config.override import apply_overrides, parse_overrides
 from hp_core.config.path import Path, format_path, parse_path
 from hp_core.config.section import add_defaults, spell_out
@@ -39,6 +39,24 @@ class Recipe:
     def problem(self, path: str, message: str, hint: str = "") -> Problem:
         """Return a problem with the value at a dotted path, with its position."""
         return Problem(message, path, self.origin(path), hint)
+
+    def with_plugins(self, names: Sequence[str]) -> Recipe:
+        """Return a copy that activates these plugins.
+
+        Where the list has the same name already, it stays as it was written; any other is one of the command line.
+        """
+        written = self.tree.get("plugins")
+        old: Sequence[Node] = written.items if isinstance(written, ListNode) else ()
+        before = self.config.plugins
+        items = tuple(
+            old[index] if before[index : index + 1] == [name] else from_data(name, Origin(option=f"--plugin {name}"))
+            for index, name in enumerate(names)
+        )
+        if items == tuple(old):
+            return self
+        origin = written.origin if written is not None else items[0].origin
+        tree = self.tree.with_node("plugins", ListNode(items, origin))
+        return replace(self, tree=tree, config=self.config.model_copy(update={"plugins": list(names)}))
 
     def located(self, error: InputError) -> InputError:
         """Return the error with a position for each of its problems that names a value of this recipe."""

@@ -153,7 +153,9 @@ class EvaluationConfig(Section):
     """When to evaluate, and what to show."""
 
     every: int = Field(0, ge=0, description="Steps between two evaluations; 0 evaluates only at the end.")
-    at_end: bool = Field(True, description="Evaluate after the last step.")
+    at_end: bool | None = Field(
+        None, description="Evaluate after the last step; null does if there is a validation split."
+    )
     samples: SamplesConfig = Field(SamplesConfig(), description="Texts to generate from the trained model.")
 
 

@@ -163,9 +163,7 @@ def _transforms(facts: Facts, checkpoint: Checkpoint, home: Path, skeleton: PreT
         return ()
     manifest = checkpoint.manifest()
     recipe = load_recipe(home / RECIPE_FILE)
-    plugins = load_plugins(
-        recipe.config.plugins, base_dir=Path(manifest["recipe"]).resolve().parent, defaults=(DefaultHooks(),)
-    )
+    plugins = load_plugins(recipe.config.plugins, base_dir=home, defaults=(DefaultHooks(),))
     sizes = {axis: manifest["world"][axis] for axis in ParallelSizes().all}
     try:
         ModuleReplacer(recipe.config.plan_overrides, plugins.hook.replace_module).apply_alone(skeleton, sizes)

@@ -377,7 +377,7 @@ class BaseTrainer:
     def _finish(self, evaluation: Evaluation | None) -> Evaluation | None:
         """After the last step: evaluate, unless that step was evaluated already, and measure the test set."""
         settings = self.config.evaluation
-        if settings.at_end:
+        if settings.at_end is not False:
             if not self._evaluation_is_due():
                 evaluation = self._evaluate(self.datasets.validation)
             self._evaluate(self.datasets.test, "test")

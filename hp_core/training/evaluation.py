@@ -50,9 +50,9 @@ def require_validation(settings: EvaluationConfig, datasets: Datasets) -> None:
     """Refuse a recipe that asks for evaluations of data that has no validation split.
 
     Raises:
-        InputError: it says `every`, or `at_end` in so many words.
+        InputError: it says `every`, or that `at_end` is true.
     """
-    asked = settings.every or ("at_end" in settings.model_fields_set and settings.at_end)
+    asked = settings.every or settings.at_end
     if asked and datasets.validation is None:
         raise InputError(
             Problem(

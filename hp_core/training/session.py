@@ -65,9 +65,11 @@ def train(
     Raises:
         HpError: with the exit code and the text for the user.
     """
+    # What the command line adds is part of the run: it is written down, and compared, with the rest of the recipe.
+    recipe = recipe.with_plugins([*recipe.config.plugins, *extra_plugins])
     try:
         with closed_to_others():
-            return _train(recipe, environment, extra_plugins, overwrite, command)
+            return _train(recipe, environment, overwrite, command)
     except InputError as error:
         raise recipe.located(error) from error
 
@@ -75,13 +77,12 @@ def train(
 def _train(
     recipe: Recipe,
     environment: ProcessEnvironment,
-    extra_plugins: Sequence[str],
     overwrite: bool,
     command: Sequence[str],
 ) -> Report:
     config = recipe.config
     plugins = load_plugins(
-        [*config.plugins, *extra_plugins],
+        config.plugins,
         origins={f"plugins[{i}]": recipe.origin(f"plugins[{i}]") for i in range(len(config.plugins))},
         base_dir=Path(recipe.path).resolve().parent,
         defaults=(DefaultHooks(),),
@@ -217,7 +218,7 @@ def _open_here(run: Run, beginning: Beginning) -> None:
             run.console.say(problem)
     _require_room(run)
     run.setup.attempts.remember(RUN_DIRECTORY, str(directory.path.absolute()))
-    (directory.path / RECIPE_FILE).write_text(resolved_yaml(run.recipe), encoding="utf-8")
+    (directory.path / RECIPE_FILE).write_text(resolved_yaml(_as_found_anywhere(run)), encoding="utf-8")
     run.assets.write(directory.path)
     planner = run.setup.planner
     if planner is not None and planner.plan is not None:
@@ -227,6 +228,12 @@ def _open_here(run: Run, beginning: Beginning) -> None:
         resume_step = directory.checkpoint.step if directory.checkpoint else 0
     run.trackers += [JsonlTracker(directory.path, resume_step), *trackers]
     run.console.say(f"run directory: {directory.path}")
+
+
+def _as_found_anywhere(run: Run) -> Recipe:
+    """The recipe with one-file plugins by their full paths: the copy in the run's directory lies elsewhere."""
+    pairs = zip(run.config.plugins, run.plugins.records, strict=True)
+    return run.recipe.with_plugins([name if record.is_installed else record.source for name, record in pairs])
 
 
 def _require_room(run: Run) -> None:
@@ -270,9 +277,12 @@ def _trusted_code(config: TrainerConfig) -> list[dict[str, Any]]:
 
 def _names(facts: Mapping[str, Any]) -> set[str]:
     def owner(one: Mapping[str, Any]) -> str:
-        # A one-file plugin belongs to no distribution; where it lies may differ between machines, its text may not.
         return f"{one['distribution']} {one['version']}" if one["distribution"] else f"sha256 {one['sha256']}"
 
-    plugins = {f"plugin {one['name']} ({owner(one)})" for one in facts["plugins"]}
+    def name(one: Mapping[str, Any]) -> str:
+        # Where a one-file plugin lies may differ between machines and runs, its text may not.
+        return str(one["name"]) if one["distribution"] else Path(one["source"]).name
+
+    plugins = {f"plugin {name(one)} ({owner(one)})" for one in facts["plugins"]}
     plugins |= {f"{one['group']} {one['import_path']}" for one in facts.get("targets", ())}
     return plugins | {f"{one['group']} {one['name']} ({owner(one)})" for one in facts["components"]}

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hp_core.config import load_recipe
 from hp_core.model.tiny import tiny_config
 from tests.e2e.runs import hp_train_here, manifest, recipe, train
 from tests.equivalence.layouts import beyond
@@ -186,3 +187,62 @@ def test_a_fresh_process_loads_what_was_trained(tmp_path: Path) -> None:
     names = load_file(tmp_path / "replaced" / "out" / "model.safetensors")
     assert {"model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.experts.3.up_proj.weight"} <= names.keys()
     assert manifest(tmp_path / "replaced" / "run")["export"] == {"possible": True, "why": None, "tokenizer": True}
+
+
+FUSING = """\
+import torch
+from torch import nn
+
+from hp_core import Convert, hookimpl
+
+NAMES = ("gate_proj.weight", "up_proj.weight")
+
+
+class FusedMLP(nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(mlp.gate_proj.in_features, 2 * mlp.gate_proj.out_features, bias=False)
+        self.down_proj, self.act_fn = mlp.down_proj, mlp.act_fn
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+    def weight_transforms(self):
+        fuse = lambda tensors: {"gate_up_proj.weight": torch.cat([tensors[name] for name in NAMES])}
+        split = lambda tensors: dict(zip(NAMES, tensors["gate_up_proj.weight"].chunk(2), strict=True))
+        return [Convert(NAMES, ("gate_up_proj.weight",), fuse, split)]
+
+
+@hookimpl
+def replace_module(module):
+    return FusedMLP(module)
+"""
+# The plugin answers for it; the factory alone would change the activation only.
+ANSWERED = 'plan_overrides:\n  - match: "*.mlp"\n    replace_module: {name: swiglu}\n'
+
+
+def test_a_plugin_of_the_command_line_is_part_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "fusing.py").write_text(FUSING)
+    (tmp_path / "watcher.py").write_text(WATCHER)
+    path = a_recipe(tmp_path, extra=f"plugins: [./watcher.py]\n{ANSWERED}")
+    done = hp_train_here(str(path), "-p", "plugins/fusing.py", "--training.train_iters=3")
+    assert done.returncode == 0, done.stderr
+    assert manifest(tmp_path / "run")["replaced_modules"][0]["types"] == ["LlamaMLP -> FusedMLP"]
+    wanted = torch.load(tmp_path / "run" / "logits.pt", weights_only=True)
+    written = tmp_path / "run" / "recipe.yaml"
+    listed = [str(tmp_path / "watcher.py"), str(tmp_path / "plugins" / "fusing.py")]
+    assert load_recipe(written).config.plugins == listed
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    export(Path("../run"), Path("out"))
+    torch.testing.assert_close(reload(tmp_path / "elsewhere" / "out")[0], wanted, rtol=0, atol=1e-5)
+    # The written recipe goes on with the run, and has the same plugins.
+    again = ("--output_dir=null", "--checkpoint.resume=../run", "--training.train_iters=4")
+    done = hp_train_here(str(written), *again)
+    assert done.returncode == 0, done.stderr
+    assert "resuming from ../run/checkpoints/step_00000003 (step 3)" in done.stdout
+    done = hp_train_here(str(written), "-p", str(tmp_path / "watcher.py"))
+    assert done.returncode == 2
+    assert "is listed already" in done.stderr
