@@ -223,6 +223,7 @@ class BaseTrainer:
         iterator = iter(self.dataloader)
         if self._evaluation_is_due() and state.evaluated != state.step > 0:
             evaluation = self._evaluate(self.datasets.validation)
+            self.checkpoints.complete(is_last=state.step == self.last_step)
         while state.step < self.last_step:
             with noting(partial(self._place, state.step + 1)):
                 self.train_step(iterator)

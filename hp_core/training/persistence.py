@@ -87,6 +87,8 @@ def restore(
         setup=run.setup,
     )
     restore_scheduler(lr_scheduler, optimizer, state["lr_scheduler"])
+    # Of this very step, for a checkpoint of it that is saved anew.
+    run.metrics = dict(state.get("metrics", {}))
     restore_plugins(run, restored.plugin_state, checkpoint.path)
     if restored.new_ranks:
         run.console.say(_told_of(restored.new_ranks, run.setup.world_size))

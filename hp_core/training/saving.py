@@ -57,6 +57,18 @@ class Checkpointing:
                 self._announce(self._saver.finish())
                 self._announce(self._saver.start(self._contents()))
 
+    def complete(self, *, is_last: bool) -> None:
+        """Save this step again if its checkpoint lacks the evaluation that it is judged by. Every rank calls it.
+
+        A stop inside the evaluation leaves it so; it can never be among the best until this is made up for. One of a
+        step that the recipe doesn't ask to save is none to be judged.
+        """
+        metric = self._settings.keep_best.metric or ""
+        is_wanted = self.is_due() or (is_last and self._settings.save_last)
+        if metric.startswith("eval_") and is_wanted and self._saved_step == self._run.state.step:
+            self._saved_step = None
+            self.save()
+
     def flags(self, *, stop: bool) -> list[int]:
         """What this rank adds to what all must know before the next step."""
         return [int(stop), int(self._saver.has_failed), int(self._saver.is_done)]

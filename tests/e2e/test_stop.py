@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from hp_core.checkpoint.layout import complete_checkpoints
 from hp_core.checkpoint.saver import Saver
 from hp_core.observe.trackers import read_metrics
 from hp_core.testing.ranks import RankError, run_ranks
@@ -124,6 +125,57 @@ def test_an_evaluation_is_broken_off_and_done_when_the_run_goes_on(tmp_path, tri
     assert not any("eval_loss" in row for row in read_metrics(tmp_path / "run"))
     check_resumed(path, *settings, nproc=nproc, out=tmp_path / "run", whole=tmp_path / "whole")
     assert manifest(tmp_path / "run")["finished"] == 5
+
+
+@pytest.mark.parametrize("in_background", ["false", "true"])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_checkpoint_of_a_broken_off_evaluation_can_be_the_best(tmp_path, triggers, nproc, in_background):
+    path = recipe(tmp_path)
+    settings = [
+        loss(triggers, 2, in_training=False),
+        *("--dataset.validation_rows=10", "--evaluation.every=2", DROPOUT),
+        *("--checkpoint.save_every=2", "--checkpoint.keep_last=1", f"--checkpoint.async={in_background}"),
+        # The loss falls, so that the first evaluation's is among the two largest.
+        "--checkpoint.keep_best={metric: eval_loss, mode: max, count: 2}",
+    ]
+    train(path, *settings, nproc=nproc, out=tmp_path / "whole")
+    arm(triggers, nproc - 1)
+    assert stopped(path, *settings, nproc=nproc, out=tmp_path / "run") == 2
+    assert "eval_loss" not in kept(tmp_path / "run")[2]["metrics"]
+    check_resumed(path, *settings, nproc=nproc, out=tmp_path / "run", whole=tmp_path / "whole")
+    losses = {row["step"]: row["eval_loss"] for row in read_metrics(tmp_path / "run") if "eval_loss" in row}
+    assert losses[2] > min(losses[4], losses[6])
+    found, wanted = kept(tmp_path / "run"), kept(tmp_path / "whole")
+    assert list(found) == list(wanted) == [2, 4, 6]
+    assert found[2] == wanted[2]
+    # What was saved again is where the run stood.
+    again = [*settings, "--checkpoint.resume=" + str(tmp_path / "run" / "checkpoints" / "step_00000002")]
+    train(path, *again, nproc=nproc, out=tmp_path / "again")
+    assert numbers(tmp_path / "again") == [row for row in numbers(tmp_path / "whole") if row["step"] > 2]
+
+
+def test_a_stop_where_no_checkpoint_is_due_leaves_none_to_be_judged(tmp_path, triggers):
+    path = recipe(tmp_path)
+    settings = [
+        loss(triggers, 2, in_training=False),
+        *("--dataset.validation_rows=10", "--evaluation.every=2"),
+        *("--checkpoint.save_every=4", "--checkpoint.keep_last=1"),
+        "--checkpoint.keep_best={metric: eval_loss, mode: max}",
+    ]
+    arm(triggers, 0)
+    assert stopped(path, *settings, nproc=1, out=tmp_path / "run") == 2
+    train(path, *settings, "--checkpoint.resume=latest", out=tmp_path / "run")
+    assert list(kept(tmp_path / "run")) == [4, 6]
+
+
+def kept(run: Path) -> dict[int, dict[str, Any]]:
+    """What each checkpoint of a run knows of the trainer's state, but for its times."""
+    found = {}
+    for one in complete_checkpoints(run):
+        state = one.trainer_state()
+        state["metrics"] = {name: value for name, value in state["metrics"].items() if name not in TIMES}
+        found[one.step] = state
+    return found
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
