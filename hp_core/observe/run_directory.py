@@ -68,9 +68,6 @@ def choose(
     """
     if resume is not None and overwrite:
         raise InputError(Problem("a run that resumes appends; it can't overwrite", path="checkpoint.resume"))
-    if output_dir is not None and (Path(output_dir) / RECIPE_FILE).resolve() == recipe.resolve():
-        message = "is the recipe's own folder, where the run's resolved recipe would replace it"
-        raise InputError(Problem(f"{output_dir!r} {message}", path="output_dir", hint="name another directory"))
     name = f"{run_name(recipe)}-{now:%Y%m%d-%H%M%S}"
     if resume == "latest":
         where = [Path(output_dir)] if output_dir else _earlier_runs(recipe)
@@ -86,6 +83,17 @@ def choose(
     fresh = Path(output_dir) if output_dir else _reserve(Path("runs"), name)
     _refuse_used(fresh, overwrite)
     return RunDirectory(fresh, reserved=output_dir is None)
+
+
+def require_apart(recipe: Path, output_dir: str | None) -> None:
+    """Refuse to write where the recipe is.
+
+    Raises:
+        InputError: the run's resolved recipe would have its name.
+    """
+    if output_dir is not None and (Path(output_dir) / RECIPE_FILE).resolve() == recipe.resolve():
+        message = "is the recipe's own folder, where the run's resolved recipe would replace it"
+        raise InputError(Problem(f"{output_dir!r} {message}", path="output_dir", hint="name another directory"))
 
 
 def release(directory: RunDirectory) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from hp_core.checkpoint.layout import Checkpoint, named
 from hp_core.checkpoint.verify import problem_with, remark_on
 from hp_core.errors import RunError
-from hp_core.observe.run_directory import RunDirectory, choose, release
+from hp_core.observe.run_directory import RunDirectory, choose, release, require_apart
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.run import on_main
 
@@ -66,6 +66,7 @@ class Beginning:
 
     def _pick(self) -> RunDirectory:
         if self.kept is None:
+            require_apart(self.recipe, self.output_dir)
             return self._choice(self.output_dir, self.resume)
         directory = self._choice(self.kept, "latest")
         if directory.checkpoint is None and self.resume not in (None, "latest"):

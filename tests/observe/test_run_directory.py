@@ -10,7 +10,16 @@ import pytest
 
 from hp_core.checkpoint.layout import MANIFEST, METADATA, TRAINER_STATE, step_directory
 from hp_core.errors import InputError
-from hp_core.observe.run_directory import RunDirectory, choose, clear, make, release, run_name, write_json
+from hp_core.observe.run_directory import (
+    RunDirectory,
+    choose,
+    clear,
+    make,
+    release,
+    require_apart,
+    run_name,
+    write_json,
+)
 from hp_core.observe.trackers import METRICS_FILE
 
 NOW = datetime(2024, 5, 6, 7, 8, 9)
@@ -92,10 +101,12 @@ def test_a_used_directory_is_not_released():
 
 
 def test_the_recipe_s_own_folder_is_refused(tmp_path):
-    (tmp_path / "recipe.yaml").touch()
-    for overwrite in (False, True):
-        with pytest.raises(InputError, match="is the recipe's own folder"):
-            pick(recipe=str(tmp_path / "recipe.yaml"), output_dir=str(tmp_path), overwrite=overwrite)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.touch()
+    with pytest.raises(InputError, match="is the recipe's own folder"):
+        require_apart(recipe, str(tmp_path))
+    for other in (None, str(tmp_path / "run")):
+        require_apart(recipe, other)
 
 
 # A directory that is there already.
