@@ -196,7 +196,8 @@ class BaseTrainer:
             return Report(state.step, run.metrics, None)
         run.plugins.hook.on_train_start(run=run)
         evaluation, stopped = None, False
-        self.stop, self.checkpoints = StopSignals(run.console), Checkpointing(run, self._contents)
+        self.checkpoints = Checkpointing(run, self._contents)
+        self.stop = StopSignals(run.console, lambda: self.checkpoints.is_saved)
         self._reader = StepReader(self.batches, self.contract, self.setup, self.stop, self.checkpoints)
         with run.console.training(first_step=state.step, num_steps=self.num_steps), self.stop, self.checkpoints:
             try:

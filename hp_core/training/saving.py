@@ -30,7 +30,7 @@ class Checkpointing:
         resumed, own = run.directory.checkpoint, run.directory.path.resolve()
         # A checkpoint of another run is none of this one's.
         is_own = resumed is not None and own in resumed.path.resolve().parents
-        self._saved_step = resumed.step if resumed is not None and is_own else None
+        self._saved_step = self._complete_step = resumed.step if resumed is not None and is_own else None
 
     def __enter__(self) -> Self:
         return self
@@ -46,6 +46,12 @@ class Checkpointing:
     def is_due(self) -> bool:
         """Whether the recipe wants a checkpoint of this step."""
         return bool(self._settings.save_every) and self._run.state.step % self._settings.save_every == 0
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the run's directory has a complete checkpoint of this step. Any thread may ask."""
+        step = self._run.state.step
+        return step == self._complete_step or (step == self._saved_step and self._saver.is_done)
 
     def save(self) -> None:
         """Save, unless the run's directory has a checkpoint of this step. Every rank calls it."""
@@ -104,7 +110,8 @@ class Checkpointing:
 
     def _announce(self, paths: list[Path]) -> None:
         for path in paths:
-            self._run.console.say(f"step {int(path.name.rpartition('_')[2])}: saved {path}")
+            self._complete_step = int(path.name.rpartition("_")[2])
+            self._run.console.say(f"step {self._complete_step}: saved {path}")
             self._run.plugins.hook.on_checkpoint(run=self._run, path=path)
         for note in self._saver.take_notes():
             self._run.console.say(note)

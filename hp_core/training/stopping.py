@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -35,10 +35,13 @@ class StopSignals:
 
     A collective may hold the main thread for minutes, so a thread takes care of the second signal. Signals are a matter
     of the main thread: entered in another, it never asks for a stop.
+
+    `is_saved` tells whether there is a complete checkpoint of the step that the run stands at.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, is_saved: Callable[[], bool] = lambda: False) -> None:
         self._console = console
+        self._is_saved = is_saved
         self._first: float | None = None
         self._is_asked = False
         self._is_waiting = False
@@ -98,7 +101,8 @@ class StopSignals:
             self._end_now(number)
 
     def _end_now(self, number: int) -> None:
-        self._console.leave(f"{signal.Signals(number).name} again: ended at once, without a checkpoint of this step")
+        saved = "the checkpoint of this step is complete" if self._is_saved() else "without a checkpoint of this step"
+        self._console.leave(f"{signal.Signals(number).name} again: ended at once, {saved}")
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(128 + number)

@@ -345,6 +345,27 @@ def test_ctrl_c_twice_ends_a_step_that_hangs_and_leaves_no_process_behind(tmp_pa
     assert "ended at once, without a checkpoint" in output
 
 
+@pytest.mark.parametrize("in_background", ["false", "true"])
+def test_a_second_signal_after_the_save_says_that_it_is_there(tmp_path, in_background):
+    (tmp_path / "slow.py").write_text(
+        "import time\nfrom hp_core import hookimpl\n\n\n"
+        "@hookimpl\ndef on_checkpoint(run, path):\n    print('hanging', flush=True)\n    time.sleep(100)\n"
+    )
+    settings = ["--training.train_iters=100000", f"--checkpoint.async={in_background}", "-p", "slow.py"]
+    process = started(recipe(tmp_path), *settings)
+    with gone_afterwards(process):
+        wait_for(process, "step 3/")
+        os.killpg(process.pid, signal.SIGTERM)
+        wait_for(process, "hanging")
+        # Two at once are one request.
+        time.sleep(0.3)
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=20)
+        assert process.returncode == 128 + signal.SIGTERM, output
+    assert "SIGTERM again: ended at once, the checkpoint of this step is complete" in output
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
+
+
 @contextmanager
 def gone_afterwards(process: subprocess.Popen[str]) -> Iterator[None]:
     """What runs inside ends the process's whole group within ten seconds."""
