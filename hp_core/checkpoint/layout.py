@@ -141,14 +141,16 @@ def named(path: Path, broken: Mapping[Path, str] | None = None) -> Search:
     if found.newest is None:
         reason = "no such directory" if not path.is_dir() else "no complete checkpoint in it"
         reasons = "; ".join((reason, *map(str, found.passed_over)))
-        raise InputError(
-            Problem(
-                f"can't resume from {str(path)!r}: {reasons}",
-                path="checkpoint.resume",
-                hint="name a run directory or a step_… directory in its checkpoints/, or write latest",
-            )
-        )
+        hint = hint_of_run(path) or "name a run directory or a step_… directory in its checkpoints/, or write latest"
+        raise InputError(Problem(f"can't resume from {str(path)!r}: {reasons}", path="checkpoint.resume", hint=hint))
     return found
+
+
+def hint_of_run(path: Path) -> str:
+    """What to write instead of the directory that a run keeps its checkpoints in; nothing for any other path."""
+    if path.name != CHECKPOINTS or not complete_checkpoints(path.parent):
+        return ""
+    return f"these are the checkpoints of a run; name the run itself: {path.parent}"
 
 
 def clean(run_directory: Path) -> None:

@@ -60,11 +60,20 @@ def _add_kind(
     parser.add_argument(
         "-p", "--plugin", action="append", default=[], metavar="NAME", help="activate a plugin the recipe does not list"
     )
-    parser.add_argument("--nodes", type=int, metavar="N", help="machines (launch.nnodes)")
+    parser.add_argument("--nodes", type=_nodes, metavar="N", help="machines (launch.nnodes)")
     parser.add_argument("--nproc", type=int, metavar="N", help="processes on each machine (launch.nproc)")
     parser.add_argument("--name", help="the job's name; the recipe's unless given")
     parser.set_defaults(func=run, takes_overrides=True)
     return parser
+
+
+def _nodes(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        message = f"{text!r} is no whole number: a job asks for a certain number of machines; a range is for the "
+        message += "--nnodes of hp-train and torchrun themselves"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _add_resources(parser: argparse.ArgumentParser, memory: str) -> None:

@@ -22,6 +22,7 @@ from hp_core.checkpoint.layout import (
     Checkpoint,
     as_checkpoint,
     complete_checkpoints,
+    hint_of_run,
     search,
     step_directory,
 )
@@ -126,7 +127,7 @@ def _checkpoint(run: Path, step: int | None) -> tuple[Checkpoint, tuple[str, ...
         return _intact(checkpoint), ()
     found = search(run)
     if found.newest is None:
-        hint = "name the directory of a run that has saved one"
+        hint = hint_of_run(run) or "name the directory of a run that has saved one"
         raise InputError(Problem(f"no complete checkpoint in {str(run)!r}", hint=hint))
     return _intact(found.newest), tuple(map(str, found.passed_over))
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from hp_core.config.launch import LaunchConfig
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, TrainerConfig
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.context.method import config_problems, head_problems
@@ -126,10 +127,19 @@ def _problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
         kind = "data rank" if config.accelerator != AcceleratorConfig() else "rank"
         yield Problem(
             f"{training.global_batch_size} rows can't be cut into micro-batches of {training.micro_batch_size} on "
-            f"{num_data_ranks} {kind}{'s' * (num_data_ranks > 1)}",
+            f"{num_data_ranks} {kind}{'s' * (num_data_ranks > 1)}{_started(config.launch, world_size)}",
             path="training.global_batch_size",
             hint=f"use a multiple of {share}: {works}",
         )
+
+
+def _started(launch: LaunchConfig, world_size: int) -> str:
+    """The options by which there are so many ranks; nothing where torchrun or Slurm has started them."""
+    if world_size == 1 or launch.num_processes != world_size:
+        return ""
+    options = [f"--nproc {launch.nproc}"] if launch.nproc > 1 else []
+    options += [f"--nnodes {launch.nnodes}"] if launch.max_nodes > 1 else []
+    return f" ({' '.join(options)})"
 
 
 def _expert_problems(config: TrainerConfig, num_data_ranks: int) -> Iterator[Problem]:

@@ -192,7 +192,8 @@ class BaseTrainer:
         run, state = self.run, self.run.state
         stops_early = self.last_step < self.num_steps
         if state.step >= self.last_step and (stops_early or run.manifest.get("finished") == state.step):
-            run.console.say(f"nothing to do: the run has taken {state.step} of {self.last_step} steps")
+            reason = f"training.stop_after is {self.last_step}, and " if stops_early else ""
+            run.console.say(f"nothing to do: {reason}the run has taken {state.step} of {self.num_steps} steps")
             return Report(state.step, run.metrics, None)
         run.plugins.hook.on_train_start(run=run)
         evaluation, stopped = None, False

@@ -27,7 +27,7 @@ DENSE = "--model.config.intermediate_size=50"
                 "accelerator.tp_size: 4 attention heads can't be shared by 3 ranks; use 1 or 2",
                 "accelerator.tp_size: 2 key and value heads can't be shared by 3 ranks; use 1 or 2",
                 "accelerator.tp_size: an MLP of width 50 can't be shared by 3 ranks; use 1 or 2",
-                "training.global_batch_size: 5 rows can't be cut into micro-batches of 1 on 2 data ranks; "
+                "training.global_batch_size: 5 rows can't be cut into micro-batches of 1 on 2 data ranks (--nproc 6); "
                 "use a multiple of 2: 4 or 6",
             ],
             id="replicas, heads, width and batch",
@@ -36,7 +36,7 @@ DENSE = "--model.config.intermediate_size=50"
             [MOE, "--launch.nproc=3", "--accelerator.ep_size=3"],
             [
                 "accelerator.ep_size: 4 experts can't be divided among 3 ranks; ep_size that would: 1, 2, 4",
-                "training.global_batch_size: 5 rows can't be cut into micro-batches of 1 on 3 data ranks; "
+                "training.global_batch_size: 5 rows can't be cut into micro-batches of 1 on 3 data ranks (--nproc 3); "
                 "use a multiple of 3: 3 or 6",
             ],
             id="experts and batch",
@@ -93,7 +93,7 @@ DENSE = "--model.config.intermediate_size=50"
                 "spread over; ep_size that would: 1",
                 "fsdp_config.forward_prefetch: each rank holds all of the parameters that it computes with, so none "
                 "are gathered; remove 'forward_prefetch', or start more data ranks",
-                "training.global_batch_size: 5 rows can't be cut into micro-batches of 1 on 2 data ranks; "
+                "training.global_batch_size: 5 rows can't be cut into micro-batches of 1 on 2 data ranks (--nproc 2); "
                 "use a multiple of 2: 4 or 6",
             ],
             id="spread, prefetch and batch",

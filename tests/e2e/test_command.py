@@ -204,7 +204,7 @@ def test_the_default_directory_is_named_by_recipe_and_time(tmp_path, monkeypatch
         ),
         (
             ["RECIPE", "--nproc", "3"],
-            "4 rows can't be cut into micro-batches of 1 on 3 ranks; use a multiple of 3: 3 or 6",
+            "4 rows can't be cut into micro-batches of 1 on 3 ranks (--nproc 3); use a multiple of 3: 3 or 6",
         ),
         (["RECIPE", "--training.device=cuda"], "no CUDA device is visible"),
         (["RECIPE", "--training.backend=nccl"], "nccl does not run on the CPU"),

@@ -121,6 +121,14 @@ def test_a_finished_run_has_nothing_to_do(tmp_path):
     assert steps(read_metrics(tmp_path / "run"), "step") == [1, 2]
 
 
+def test_a_run_that_has_reached_stop_after_names_it(tmp_path):
+    path = recipe(tmp_path)
+    train(path, "--training.stop_after=2")
+    done = hp_train_here(str(path), "--training.stop_after=2", "--checkpoint.resume=latest")
+    assert done.returncode == 0, done.stderr
+    assert "nothing to do: training.stop_after is 2, and the run has taken 2 of 6 steps" in done.stdout
+
+
 def test_incomplete_checkpoints_are_passed_over(tmp_path):
     path = recipe(tmp_path)
     unbroken = train(path, "--checkpoint.save_every=2", out=tmp_path / "run")
@@ -167,6 +175,16 @@ def test_a_path_that_holds_no_checkpoint_is_refused(tmp_path):
     path = recipe(tmp_path)
     with pytest.raises(RankError, match="can't resume from '/nowhere': no such directory"):
         train(path, "--checkpoint.resume=/nowhere")
+
+
+def test_the_directory_of_the_checkpoints_is_told_to_be_that_of_the_run(tmp_path):
+    path = recipe(tmp_path)
+    train(path, "--training.stop_after=1")
+    inside = tmp_path / "run" / "checkpoints"
+    for command in ([str(path), f"--checkpoint.resume={inside}/"], ["export", str(inside), "--to", str(tmp_path / "x")]):
+        done = hp_train_here(*command)
+        assert done.returncode == 2
+        assert done.stderr.rstrip().endswith(f"name the run itself: {tmp_path / 'run'}")
 
 
 def test_plugin_changes_can_be_allowed(tmp_path):

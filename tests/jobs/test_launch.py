@@ -70,6 +70,8 @@ def test_kubernetes_gives_every_word_back(recipe, overrides, value):
     ("arguments", "message"),
     [
         (["slurm", "--nodes", "0"], "--nodes 0: expected at least 1"),
+        (["slurm", "--nodes", "2:4"], "argument --nodes: '2:4' is no whole number: a job asks for a certain number of"),
+        (["torchrun", "--nodes", "2:4"], "a range is for the --nnodes of hp-train and torchrun themselves"),
         (["slurm", "--launch.nnodes=1:4"], "launch.nnodes: '1:4' leaves the number of machines open"),
         (["slurm", "--name", "a b"], "--name 'a b': expected letters, digits"),
         (["slurm", "--partition", "x\n#SBATCH --uid=0"], r"--partition 'x\n#SBATCH --uid=0': expected a word"),
