@@ -35,12 +35,15 @@ from hp_core.export.layout import DiskLayout, Transformed, skeleton_of, transfor
 from hp_core.export.reading import StoredModel
 from hp_core.export.writing import ShardWriter
 from hp_core.model.replacement.replacer import ModuleReplacer
-from hp_core.observe.run_directory import ASSETS, RECIPE_FILE
+from hp_core.observe.run_directory import ASSETS, RECIPE_FILE, write_json
 from hp_core.parallel.sizes import ParallelSizes
 from hp_core.plugins import load_plugins
 from hp_core.training.defaults import DefaultHooks
 
 _CONFIG = "config.json"
+# Only an export has it: a user's own model is never taken for one. It says nothing of when or where, so that exports of
+# equal weights are equal.
+_MARKER = "hp_export.json"
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,17 @@ def export_checkpoint(
         writer = ShardWriter(temporary, [unit.outputs for unit in units], max_shard_bytes)
         _require_space(temporary, writer.num_bytes)
         _copy_assets(assets, temporary, target)
+        write_json(temporary / _MARKER, {"step": checkpoint.step, "dtype": _name_of(target)})
         for unit in units:
             writer.add(layout.convert(stored.read(unit.sources)))
         writer.finish()
     if not checkpoint.manifest()["export"]["tokenizer"]:
         remarks = (*remarks, "there is no tokenizer beside the weights: the recipe has no dataset.tokenizer")
-    return Exported(
-        directory, checkpoint, writer.num_files, writer.num_bytes, str(target).removeprefix("torch."), remarks
-    )
+    return Exported(directory, checkpoint, writer.num_files, writer.num_bytes, _name_of(target), remarks)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _checkpoint(run: Path, step: int | None) -> tuple[Checkpoint, tuple[str, ...]]:
@@ -204,8 +210,8 @@ def _refuse_used(directory: Path, home: Path, overwrite: bool) -> None:
     if not overwrite:
         hint = "give --overwrite, or name another directory"
         raise InputError(Problem(f"--to {shown}: is not empty", hint=hint))
-    if not (directory / _CONFIG).is_file():
-        message = f"--to {shown}: --overwrite replaces earlier exports, and this directory holds something else"
+    if not (directory / _MARKER).is_file():
+        message = f"--to {shown}: --overwrite replaces earlier exports, and this directory is none: it has no {_MARKER}"
         raise InputError(Problem(message, hint="name another directory"))
 
 

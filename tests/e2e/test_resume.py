@@ -181,7 +181,10 @@ def test_the_directory_of_the_checkpoints_is_told_to_be_that_of_the_run(tmp_path
     path = recipe(tmp_path)
     train(path, "--training.stop_after=1")
     inside = tmp_path / "run" / "checkpoints"
-    for command in ([str(path), f"--checkpoint.resume={inside}/"], ["export", str(inside), "--to", str(tmp_path / "x")]):
+    for command in (
+        [str(path), f"--checkpoint.resume={inside}/"],
+        ["export", str(inside), "--to", str(tmp_path / "x")],
+    ):
         done = hp_train_here(*command)
         assert done.returncode == 2
         assert done.stderr.rstrip().endswith(f"name the run itself: {tmp_path / 'run'}")

@@ -231,7 +231,7 @@ def test_a_directory_in_use_is_left_alone(run, tmp_path):
     (other / "mine.txt").write_text("mine")
     with pytest.raises(InputError, match=r"is not empty; give --overwrite"):
         export_checkpoint(run, other)
-    with pytest.raises(InputError, match="holds something else"):
+    with pytest.raises(InputError, match="this directory is none: it has no hp_export.json"):
         export_checkpoint(run, other, overwrite=True)
     for place in (run, run.parent, run / "checkpoints"):
         with pytest.raises(InputError, match="holds the run itself"):
@@ -243,6 +243,17 @@ def test_a_directory_in_use_is_left_alone(run, tmp_path):
     export_checkpoint(run, tmp_path / "empty", overwrite=True)
     assert not (tmp_path / "empty" / "stale.bin").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "notes"]
+
+
+def test_a_model_of_the_user_s_is_no_export(run, tmp_path):
+    export_checkpoint(run, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "hp_export.json").read_text()).keys() == {"step", "dtype"}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "mine")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
+    assert {"config.json", "model.safetensors"} <= before.keys()
+    with pytest.raises(InputError, match="this directory is none: it has no hp_export.json; name another directory"):
+        export_checkpoint(run, tmp_path / "mine", overwrite=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()} == before
 
 
 def test_an_export_that_fails_leaves_the_earlier_one(run, tmp_path, monkeypatch):
