@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hp_core.data.protocols import Datasets, MeshContext, RowDataset, Tokenizer
     from hp_core.hookspecs import hookimpl
     from hp_core.model.build import finish_model
+    from hp_core.model.config import model_config
     from hp_core.model.replacement.contract import Convert, Rename, ReplacementContext, module_replacement
     from hp_core.model.replacement.replacer import replace_modules
     from hp_core.observe.trackers import Tracker
@@ -51,6 +52,7 @@ _LAZY = {
     "inner_wrapper": "hp_core.parallel.injection",
     "load_recipe": "hp_core.config",
     "local_compute": "hp_core.parallel.injection",
+    "model_config": "hp_core.model.config",
     "module_replacement": "hp_core.model.replacement.contract",
     "plan_model": "hp_core.parallel.plan.model_plan",
     "replace_modules": "hp_core.model.replacement.replacer",
@@ -87,6 +89,7 @@ __all__ = [
     "inner_wrapper",
     "load_recipe",
     "local_compute",
+    "model_config",
     "module_replacement",
     "plan_model",
     "replace_modules",

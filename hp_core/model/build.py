@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hp_core.errors import ArgumentError
 from hp_core.model.config import model_config
@@ -48,7 +49,12 @@ def build_causal_lm(
         InputError: see `hp_core.model.replacement.replacer.ModuleReplacer.apply`.
     """
     settings = model_config(
-        pretrained=pretrained, revision=revision, values=config, trust_remote_code=trust_remote_code
+        config,
+        pretrained=pretrained,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        model_types=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        kind="causal language model",
     )
     generation = generation_config_of(pretrained, revision, generation_config or {})
     files = weight_files(pretrained, revision) if pretrained is not None else []

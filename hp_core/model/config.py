@@ -6,13 +6,12 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hp_core.errors import ArgumentError
 from hp_core.spelling import did_you_mean
@@ -22,9 +21,23 @@ _NORMALISED_KEYS = frozenset({"rope_theta", "rope_scaling", "torch_dtype"})
 
 
 def model_config(
-    *, pretrained: str | None, revision: str | None, values: Mapping[str, Any], trust_remote_code: bool
+    values: Mapping[str, Any],
+    *,
+    pretrained: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    model_types: Collection[str] | None = None,
+    kind: str = "model",
 ) -> PreTrainedConfig:
-    """The configuration of `pretrained` with `values` on top, or one made from `values` alone.
+    """The configuration of `pretrained` with `values` on top, or one made from `values` alone; for model builders.
+
+    Args:
+        values: what the recipe writes under the component's argument `config`.
+        pretrained: a directory or hub id; None makes the configuration of the `model_type` in `values`.
+        revision: that of the hub's.
+        trust_remote_code: let code of the repository run.
+        model_types: the values of `model_type` that the builder has a model for; None takes all of transformers'.
+        kind: what errors call such a model.
 
     Raises:
         ArgumentError: a directory that is none, an unknown `model_type`, an unknown key, or a value transformers
@@ -40,11 +53,12 @@ def model_config(
     model_type = values.pop("model_type", None)
     if not isinstance(model_type, str):
         raise ArgumentError("config", "model_type is missing", "write pretrained: DIRECTORY, or config.model_type")
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    model_types = CONFIG_MAPPING if model_types is None else model_types
+    if model_type not in model_types:
         raise ArgumentError(
             "config.model_type",
-            f"{model_type!r} is no causal language model of the installed transformers",
-            did_you_mean(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+            f"{model_type!r} is no {kind} of the installed transformers",
+            did_you_mean(model_type, model_types),
         )
     config_class = CONFIG_MAPPING[model_type]
     _refuse_unknown_keys(config_class, values)

@@ -45,6 +45,9 @@ API = {
     "load_recipe": "(path: 'str | pathlib.Path', overrides: 'Sequence[str]' = (), *, "
     "components: 'Components | None' = None, env: 'Mapping[str, str] | None' = None) -> 'Recipe'",
     "local_compute": "(factory: 'Function') -> 'Function'",
+    "model_config": "(values: 'Mapping[str, Any]', *, pretrained: 'str | None' = None, revision: 'str | None' = None, "
+    "trust_remote_code: 'bool' = False, model_types: 'Collection[str] | None' = None, kind: 'str' = 'model') "
+    "-> 'PreTrainedConfig'",
     "module_replacement": "(factory: 'Factory') -> 'Factory'",
     "plan_model": "(model: 'PreTrainedModel', sizes: 'ParallelSizes', overrides: 'Sequence[PlanOverride]' = (), "
     "settings: 'Settings | None' = None) -> 'ModelPlan'",

@@ -231,7 +231,7 @@ def test_a_directory_in_use_is_left_alone(run, tmp_path):
     (other / "mine.txt").write_text("mine")
     with pytest.raises(InputError, match=r"is not empty; give --overwrite"):
         export_checkpoint(run, other)
-    with pytest.raises(InputError, match=r"this directory is none: it has no hp_export.json"):
+    with pytest.raises(InputError, match=r"this directory is none: it has no hp_export\.json"):
         export_checkpoint(run, other, overwrite=True)
     for place in (run, run.parent, run / "checkpoints"):
         with pytest.raises(InputError, match="holds the run itself"):
@@ -251,7 +251,7 @@ def test_a_model_of_the_user_s_is_no_export(run, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "mine")
     before = {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
     assert {"config.json", "model.safetensors"} <= before.keys()
-    with pytest.raises(InputError, match=r"this directory is none: it has no hp_export.json; name another directory"):
+    with pytest.raises(InputError, match=r"this directory is none: it has no hp_export\.json; name another directory"):
         export_checkpoint(run, tmp_path / "mine", overwrite=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()} == before
 

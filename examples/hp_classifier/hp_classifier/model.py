@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from hp_core import ArgumentError, DistributedSetup, finish_model
-from hp_core.model.config import model_config
+from hp_core import ArgumentError, DistributedSetup, finish_model, model_config
 
 
 def sequence_classifier(
@@ -23,16 +23,15 @@ def sequence_classifier(
     Raises:
         ArgumentError: a key of the configuration is unknown or wrong, or no token is for padding.
     """
-    settings = model_config(pretrained=None, revision=None, values=config, trust_remote_code=False)
+    settings = model_config(
+        config, model_types=MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, kind="sequence classifier"
+    )
     if settings.pad_token_id is None:
         # Models that read from left to right look for the last token before the padding.
         raise ArgumentError("config.pad_token_id", "is missing", "write the tokenizer's end-of-text id; 256 for bytes")
     settings.id2label = dict(enumerate(labels))
     settings.label2id = {label: number for number, label in enumerate(labels)}
-    try:
-        with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
-    except ValueError as error:
-        raise ArgumentError("config.model_type", f"{settings.model_type!r} has no sequence classifier") from error
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
     finish_model(model, distributed_setup)
     return model

@@ -112,6 +112,8 @@ def test_numbers_do_not_depend_on_ranks_or_accumulation(hp_run):
         ("dataset.labels=[praise, complaint]", "the label 'question' is none of praise, complaint"),
         ("model.labels=[praise, question, complaint]", "the model praise, question, complaint"),
         ("dataset.tokenizer=null", "tokenizer"),
+        ("model.config.model_type=mamba", "'mamba' is no sequence classifier of the installed transformers"),
+        ("model.config.num_layers=2", "config.num_layers: unknown key: Qwen3Config has none like it"),
         ("model.config.pad_token_id=null", "config.pad_token_id: is missing"),
         ("dataset.max_seq_len=8", "write max_seq_len: "),
         ("dataloader.collate_fn=rows", "dataloader.collate_fn: a classifier's rows"),
