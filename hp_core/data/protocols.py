@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import NotRequired
+
+if TYPE_CHECKING:
+    from hp_core.parallel.setup import DistributedSetup
 
 IGNORED_LABEL = -100
 EMPTY_ROW = -1
@@ -81,6 +84,11 @@ class MeshContext:
     dp_rank: int = 0
     dp_size: int = 1
     local_rank: int = 0
+
+    @classmethod
+    def of(cls, setup: DistributedSetup) -> MeshContext:
+        """Where the process of `setup` stands."""
+        return cls(setup.rank, setup.world_size, setup.dp_rank, setup.dp_size, setup.environment.local_rank)
 
 
 class Sample(TypedDict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -46,9 +46,11 @@ class BaseTrainer:
     """Builds the parts of a run in a fixed order and trains.
 
     A task trainer overrides the stages that its modality needs: `_build_model_assets`, `_build_data_transform`,
-    `_build_collate_fn` and `_build_get_batch`. The rest, the loop included, is shared.
+    `_build_collate_fn` and `_build_get_batch`. The rest, the loop included, is shared. `trains_texts` says that batches
+    are rows of tokens with a label for each, on which `hp-train check` can try a loss.
     """
 
+    trains_texts: ClassVar[bool] = False
     run: Run
     setup: DistributedSetup
     model: nn.Module
@@ -330,14 +332,7 @@ class BaseTrainer:
 
     def mesh_context(self) -> MeshContext:
         """Where this process stands, for data sets and collators."""
-        setup = self.setup
-        return MeshContext(
-            rank=setup.rank,
-            world_size=setup.world_size,
-            dp_rank=setup.dp_rank,
-            dp_size=setup.dp_size,
-            local_rank=setup.environment.local_rank,
-        )
+        return MeshContext.of(self.setup)
 
     def _loader(self, dataset: RowDataset, batches: Any) -> Iterable[Any]:
         loader: Iterable[Any] = self.run.plugins.hook.build_dataloader(

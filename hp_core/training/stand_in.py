@@ -24,6 +24,7 @@ from hp_core.parallel.setup import DistributedSetup
 from hp_core.parallel.tiny import tiny_setup
 from hp_core.plugins import Plugins
 from hp_core.training.accounting import MicroBatch
+from hp_core.training.base import BaseTrainer
 from hp_core.training.built import as_module, require_loss_call, require_without_parameters
 from hp_core.training.columns import column_arguments
 from hp_core.training.loss import LossContract, contract_of
@@ -32,8 +33,6 @@ from hp_core.training.loss_rows import LENGTH, NUM_IDS, Batch
 from hp_core.training.startup import require_on_shards, told_of_the_loss
 
 _DENSE_FAMILY, _EXPERTS_FAMILY = "llama", "qwen3_moe"
-# The trainer whose batches the tiny rows are like.
-_TEXT = "text"
 # Initial logits are nearly equal, and so are then the costs of all tokens.
 _HEAD_SCALE = 8.0
 
@@ -48,7 +47,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class StandIn:
-    """A tiny model: its family, and whether the recipe's model and batches are of that family, too."""
+    """A tiny model: its family, and whether the recipe's model is of that family, too."""
 
     family: str
     is_own_family: bool
@@ -57,8 +56,7 @@ class StandIn:
     @classmethod
     def of(cls, config: TrainerConfig) -> StandIn:
         """What stands in for a recipe's model."""
-        found = cls._of(config.model)
-        return dataclasses.replace(found, is_own_family=found.is_own_family and config.trainer.name == _TEXT)
+        return cls._of(config.model)
 
     @classmethod
     def _of(cls, model: Target) -> StandIn:
@@ -137,6 +135,9 @@ def try_loss(config: TrainerConfig, plugins: Plugins, setup: DistributedSetup | 
         require_on_shards(loss_fn, config.accelerator)
         require_loss_call(loss_fn, contract_of(loss_fn).columns)
         require_without_parameters(loss_fn)
+        if not _trains_texts(config.trainer):
+            made = f"the batches of trainer {config.trainer.spelling} are its own, and there are only rows of text here"
+            return Trial(not_tried=f"{made}; a run is the first to call it")
         try:
             return Trial(diagnosed(loss_fn, stand_in, plugins, alone))
         except Exception as error:
@@ -148,6 +149,11 @@ def try_loss(config: TrainerConfig, plugins: Plugins, setup: DistributedSetup | 
                 raise
             message = f"{type(loss_fn).__name__} raises on a tiny {stand_in.family}: {text}"
             raise InputError(Problem(message, path="loss_fn")) from error
+
+
+def _trains_texts(trainer: Target) -> bool:
+    kind = trainer.load()
+    return isinstance(kind, type) and issubclass(kind, BaseTrainer) and kind.trains_texts
 
 
 def diagnosed(loss_fn: nn.Module, stand_in: StandIn, plugins: Plugins, setup: DistributedSetup) -> Diagnosis:

@@ -35,6 +35,8 @@ _MODEL_FIELDS = ("input_ids", "position_ids")
 class TextTrainer(BaseTrainer):
     """Next-token training: a tokenizer, packed rows, and samples of text at the end."""
 
+    trains_texts = True
+
     def _build_model_assets(self) -> None:
         tokenizer = self.config.dataset.tokenizer
         self.tokenizer = tokenizer.build() if tokenizer is not None else None

@@ -199,6 +199,25 @@ def test_an_error_is_the_loss_s_only_on_its_own_family(project: Path) -> None:
     )
 
 
+def test_a_loss_of_batches_of_another_kind_is_built_and_not_called(tmp_path: Path, project: Path) -> None:
+    (tmp_path / "own_trainers.py").write_text(
+        "from hp_core import BaseTrainer\nfrom hp_plugins.trainers.text import TextTrainer\n\n\n"
+        "class Images(BaseTrainer):\n    pass\n\n\nclass Poems(TextTrainer):\n    pass\n"
+    )
+    images = "--trainer={_target_: own_trainers.Images}"
+    # On rows of text it would be wrong.
+    done = hp_train_here("check", str(project), loss("Forgetful"), images)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[2] == (
+        "loss_fn: not tried: the batches of trainer own_trainers.Images are its own, and there are only rows of text "
+        "here; a run is the first to call it"
+    )
+    assert hp_train_here("check", str(project), loss("Unbuildable"), images).returncode == 2
+    done = hp_train_here("check", str(project), loss("Forgetful"), "--trainer={_target_: own_trainers.Poems}")
+    assert done.returncode == 2
+    assert "loss_fn: Forgetful declares the column 'weights'" in done.stderr
+
+
 def test_a_loss_that_cannot_be_built_is_told(project: Path) -> None:
     done = hp_train_here("check", str(project), loss("Unbuildable"))
     assert done.returncode == 2
