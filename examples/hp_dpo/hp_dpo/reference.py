@@ -1,0 +1,107 @@
+"""The model that the policy is compared with, and the log-probabilities of answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hp_core import InputError, Run, Target
+from hp_core.training.evaluation import evaluating
+from hp_core.training.state import random_state, restore_random_state
+from hp_dpo.data import CHOSEN, REJECTED
+from hp_plugins.models.causal_lm import causal_lm
+
+IGNORED = -100
+
+
+@runtime_checkable
+class HasAdapter(Protocol):
+    """A model with an adapter that can be switched off for a while, as those of `peft` are."""
+
+    def disable_adapter(self) -> AbstractContextManager[Any]:
+        """The model without its adapter, inside the block."""
+        ...
+
+
+def answer_log_probs(logits: torch.Tensor, loss_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The log-probability of both answers of each pair, `[pairs, 2]`, in fp32 or float64; 0 where there is none."""
+    labels, answers = loss_inputs["labels"], loss_inputs["answers"]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    of_tokens = -losses.view(labels.shape)
+    return torch.stack([(of_tokens * (answers == one)).sum(-1) for one in (CHOSEN, REJECTED)], dim=-1)
+
+
+class Reference:
+    """A frozen model, or the policy without its adapter: in evaluation mode, without gradients, sharded alike."""
+
+    def __init__(self, model: nn.Module, adapter: HasAdapter | None = None) -> None:
+        self._model, self._adapter = model, adapter
+
+    @classmethod
+    def of(cls, run: Run, policy: nn.Module, path: str | None, trainer: Target) -> Reference:
+        """The model at `path`, else the policy without its adapter, else the policy before training.
+
+        Every rank calls it.
+
+        Raises:
+            InputError: it can't be built, or it is no fixed model with the policy's tokens.
+        """
+        if path is None and isinstance(policy, HasAdapter):
+            reference = cls(policy, policy)
+            if reference._moves(run.setup.device):
+                message = "is null, and what is trained is more than the adapter, so the policy without it would change"
+                raise InputError(trainer.problem("reference", message, "name a model, or train the adapter alone"))
+            return reference
+        random = random_state()
+        # What replaces modules, and what plans, is for the model that is trained.
+        setup = dataclasses.replace(run.setup, replacer=None, planner=None)
+        if path is None:
+            built = run.plugins.hook.build_model(
+                config=run.config,
+                distributed_setup=setup,
+                peft_config=None,
+                activation_checkpoint=None,
+                activation_swap=None,
+                compile_config=None,
+            )
+        else:
+            try:
+                built = causal_lm(pretrained=path, distributed_setup=setup)
+            except InputError as error:
+                problems = [trainer.problem("reference", one.message, one.hint) for one in error.problems]
+                raise InputError(problems) from error
+        restore_random_state(random)
+        found, wanted = built.config.vocab_size, policy.config.vocab_size
+        if found != wanted:
+            message = f"{path!r} has a vocabulary of {found}, the policy one of {wanted}"
+            raise InputError(trainer.problem("reference", message, "a model with the policy's tokenizer is needed"))
+        return cls(built.requires_grad_(False).eval())
+
+    def log_probs(self, model_inputs: Mapping[str, Any], loss_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The log-probabilities of both answers of each pair, `[pairs, 2]`. Every rank calls it."""
+        # FSDP2 hands an adapter's flags, which are off in the block, on to parameters that it gathers meanwhile.
+        flags = [(one, one.requires_grad) for one in self._model.parameters()]
+        with evaluating(self._model), self._without_adapter():
+            found = answer_log_probs(self._model(**model_inputs).logits, loss_inputs)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+        return found
+
+    def _without_adapter(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._adapter is None else self._adapter.disable_adapter()
+
+    def _moves(self, device: torch.device) -> bool:
+        """Whether anything that is trained has a part in what it computes."""
+        flags = [(one, one.requires_grad) for one in self._model.parameters()]
+        with evaluating(self._model), self._without_adapter(), torch.enable_grad():
+            logits = self._model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False).logits
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+        return bool(logits.requires_grad)

@@ -1,0 +1,110 @@
+"""The task: what a batch is, what both models make of it, and what doesn't go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from hp_core import BaseTrainer, InputError, Problem, Tokenizer, TrainerConfig
+from hp_core.training.accounting import MicroBatch
+from hp_core.training.evaluation import Evaluation
+from hp_core.training.startup import told_of_the_loss
+from hp_dpo.loss import PairLogProbs
+from hp_dpo.reference import Reference, answer_log_probs
+from hp_plugins.collators.rows import rows
+from hp_plugins.trainers.probes import check_isolation
+from hp_plugins.trainers.sampling import write_samples
+
+
+class DpoTrainer(BaseTrainer):
+    """Trains a policy on rows of one pair each, beside a reference that stays as it is."""
+
+    def __init__(
+        self,
+        reference: Annotated[
+            str | None,
+            Field(description="Directory or hub id of the reference; null is the policy before training."),
+        ] = None,
+        *,
+        config: TrainerConfig,
+    ) -> None:
+        super().__init__(config=config)
+        self._path = reference
+
+    def _setup(self) -> None:
+        super()._setup()
+        sizes = self.setup.sizes
+        for key, size in (("cp_size", sizes.cp), ("pp_size", sizes.pp)):
+            if size > 1:
+                message = f"{size} can't be: both answers of a pair, and both models, stay together"
+                raise InputError(Problem(message, path=f"accelerator.{key}", hint=f"write {key}: 1"))
+        # Nothing that a recipe says is without effect.
+        if self.config.dataloader.collate_fn is not None:
+            message = "pairs are put together in one way"
+            raise InputError(Problem(message, path="dataloader.collate_fn", hint="remove it"))
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        self.reference = Reference.of(self.run, self.model, self._path, self.config.trainer)
+
+    def _build_loss(self) -> None:
+        super()._build_loss()
+        one = torch.zeros(1, 2, device=self.setup.device)
+        labels = torch.zeros(1, 1, dtype=torch.int64, device=self.setup.device)
+        with told_of_the_loss(f"{type(self.loss_fn).__name__} is no loss of pairs; write loss_fn: hp-dpo:dpo"):
+            found = self.loss_fn(model_output=PairLogProbs(one.clone().requires_grad_(), one), labels=labels)
+        if self.contract.reduction != "sample" or found is None:
+            message = f"{type(self.loss_fn).__name__} gives no value for each pair"
+            raise InputError(Problem(message, path="loss_fn", hint="write loss_fn: hp-dpo:dpo"))
+
+    def _build_model_assets(self) -> None:
+        if self.config.dataset.tokenizer is None:
+            raise InputError(Problem("is missing", path="dataset.tokenizer", hint="write tokenizer: bytes, for one"))
+        self.tokenizer = self.config.dataset.tokenizer.build()
+
+    def _build_dataset(self) -> None:
+        super()._build_dataset()
+        self.tokenizer = self.datasets.tokenizer or self.tokenizer
+        if "answers" not in self.datasets.train[0]:
+            message = "its rows are no pairs: they have no array 'answers'"
+            raise InputError(Problem(message, path="dataset", hint="write name: hp-dpo:preferences"))
+        size = self.model.config.vocab_size
+        if isinstance(self.tokenizer, Tokenizer) and self.tokenizer.vocab_size > size:
+            message = f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model's vocabulary only {size}"
+            raise InputError(Problem(message, path="model", hint="both must be of one kind"))
+        check_isolation(self.model, self.setup.device)
+
+    def _build_collate_fn(self) -> None:
+        self.collate_fn = rows()
+
+    def _build_get_batch(self) -> None:
+        self.get_batch = get_batch
+
+    def preforward(self, micro_batch: MicroBatch) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Add what the reference says of the answers."""
+        model_inputs, loss_inputs = super().preforward(micro_batch)
+        return model_inputs, {**loss_inputs, "reference": self.reference.log_probs(model_inputs, loss_inputs)}
+
+    def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
+        """Call the loss with the log-probabilities of the answers, where other trainers give it logits."""
+        pairs = PairLogProbs(answer_log_probs(outputs.logits, loss_inputs), loss_inputs["reference"])
+        return self.loss_fn(model_output=pairs, labels=loss_inputs["labels"])
+
+    def _finish(self, evaluation: Evaluation | None) -> Evaluation | None:
+        evaluation = super()._finish(evaluation)
+        if self.config.evaluation.samples.prompts:
+            write_samples(self.run, self.model, self.tokenizer, self.config.evaluation.samples)
+        return evaluation
+
+
+def get_batch(iterator: Iterator[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The next batch as what the models and what the loss are called with.
+
+    Without an attention mask, the two texts of a row are kept apart by their positions.
+    """
+    batch = next(iterator)
+    model_inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    return model_inputs, {name: batch[name] for name in ("labels", "answers", "is_padding", "sample_ids")}
