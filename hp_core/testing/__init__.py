@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hp_core.testing.optimizers import optimizer_checks
     from hp_core.testing.parts import TINY_RECIPE
     from hp_core.testing.replacements import replacement_checks
+    from hp_core.testing.trainers import trainer_checks
 
 # Imported when first used: pytest loads the fixtures of this package in every test run, whatever it tests.
 _LAZY = {
@@ -24,6 +25,7 @@ _LAZY = {
     "tiny_batch": "hp_core.testing.models",
     "tiny_config": "hp_core.testing.models",
     "tiny_model": "hp_core.testing.models",
+    "trainer_checks": "hp_core.testing.trainers",
 }
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "tiny_batch",
     "tiny_config",
     "tiny_model",
+    "trainer_checks",
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 from torch import nn
+from torch.optim import SGD
 
 from hp_core.data.protocols import IGNORED_LABEL, Datasets, Sample
 from hp_core.model.replacement.contract import ReplacementContext, module_replacement
@@ -81,6 +82,11 @@ def numbered_rows(
     names = tuple(columns or ())
     validation = NumberedRows(validation_rows, length, vocab, set(), names) if validation_rows else None
     return Datasets(NumberedRows(num_rows, length, vocab, set(silent or []), names), validation)
+
+
+def plain_descent(*, model: nn.Module) -> SGD:
+    """Steps in proportion to the gradients, so that small differences stay small."""
+    return SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
 
 
 @module_replacement

@@ -31,6 +31,7 @@ PRELOAD = (
     "hp_core.testing.losses",
     "hp_core.testing.optimizers",
     "hp_core.testing.replacements",
+    "hp_core.testing.trainers",
 )
 
 

@@ -12,11 +12,19 @@ import torch
 
 from hp_classifier.data import labelled
 from hp_classifier.loss import ClassificationLoss
+from hp_classifier.trainer import ClassificationTrainer
 from hp_core import ArgumentError, InputError
+from hp_core.testing import trainer_checks
 
 HERE = Path(__file__).parents[1]
 RECIPE = (HERE / "recipe.yaml").read_text(encoding="utf-8").replace("examples/hp_classifier", str(HERE))
 LABELS = ["no", "yes"]
+
+
+@trainer_checks(ClassificationTrainer, recipe=RECIPE)
+def test_promises(check):
+    """One test for each: any micro-batches, any ranks, empty rows, resuming, export and more."""
+    check()
 
 
 class Letters:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hp_core import InputError, Run, Target
+from hp_core import ArgumentError, InputError, Run, Target
 from hp_core.training.evaluation import evaluating
 from hp_core.training.state import random_state, restore_random_state
 from hp_dpo.data import CHOSEN, REJECTED
@@ -74,9 +74,8 @@ class Reference:
         else:
             try:
                 built = causal_lm(pretrained=path, distributed_setup=setup)
-            except InputError as error:
-                problems = [trainer.problem("reference", one.message, one.hint) for one in error.problems]
-                raise InputError(problems) from error
+            except ArgumentError as error:
+                raise InputError(trainer.problem("reference", error.message, error.hint)) from error
         restore_random_state(random)
         found, wanted = built.config.vocab_size, policy.config.vocab_size
         if found != wanted:

@@ -1,0 +1,353 @@
+"""The numbers by hand, the rows and their errors, and whole runs that don't depend on how a step is cut."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hp_core import ArgumentError, DistributedSetup, InputError, shard_model
+from hp_core.testing import tiny_model, trainer_checks
+from hp_core.testing.setups import tiny_setup
+from hp_dpo.data import preferences
+from hp_dpo.loss import DpoLoss, PairLogProbs
+from hp_dpo.reference import Reference, answer_log_probs
+from hp_dpo.trainer import DpoTrainer
+
+HERE = Path(__file__).parents[1]
+RECIPE = (HERE / "recipe.yaml").read_text(encoding="utf-8").replace("examples/hp_dpo", str(HERE))
+PAIR = {"prompt": "ab", "chosen": "cd", "rejected": "e"}
+
+
+class Letters:
+    """A token for each character."""
+
+    name, eos_id, vocab_size, fingerprint = "letters", 0, 128, "letters"
+
+    def encode_batch(self, texts):
+        return [[ord(letter) for letter in text] for text in texts]
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+    def save(self, directory):
+        raise NotImplementedError
+
+
+def read(path: Path, *rows: dict, **settings):
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return preferences(files=str(path), tokenizer=Letters(), **{"max_seq_len": 12, **settings})
+
+
+@trainer_checks(DpoTrainer, recipe=RECIPE)
+def test_promises(check):
+    """One test for each: any micro-batches, any ranks, empty rows, resuming, export and more."""
+    check()
+
+
+# The loss.
+
+
+def by_hand(logits, rows, reference, beta, smoothing):
+    """Plain torch, pair by pair and token by token: the loss of each pair."""
+    losses = []
+    for pair, (chosen, rejected) in enumerate(rows):
+        sums = [sum(F.log_softmax(logits[pair, t], -1)[token] for t, token in one) for one in (chosen, rejected)]
+        z = beta * ((sums[0] - reference[pair, 0]) - (sums[1] - reference[pair, 1]))
+        losses.append(-(1 - smoothing) * torch.sigmoid(z).log() - smoothing * torch.sigmoid(-z).log())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_values_and_gradients_are_those_of_plain_torch(smoothing):
+    torch.manual_seed(0)
+    logits = torch.randn(2, 6, 5, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(2, 2, dtype=torch.float64)
+    labels = torch.tensor([[-100, 3, 1, -100, 4, -100], [2, -100, -100, 0, 1, -100]])
+    answers = torch.tensor([[0, 1, 1, 0, 2, 0], [1, 0, 0, 2, 2, 0]])
+    found = DpoLoss(beta=0.3, label_smoothing=smoothing)(
+        model_output=PairLogProbs(answer_log_probs(logits, {"labels": labels, "answers": answers}), reference),
+        labels=labels,
+    )
+    rows = [([(1, 3), (2, 1)], [(4, 4)]), ([(0, 2)], [(3, 0), (4, 1)])]
+    wanted = by_hand(logits, rows, reference, 0.3, smoothing)
+    assert torch.allclose(found["loss"], wanted, rtol=1e-12)
+    gradients = [torch.autograd.grad(one.mean(), logits, retain_graph=True)[0] for one in (found["loss"], wanted)]
+    assert torch.allclose(*gradients, rtol=1e-10)
+
+
+def test_rewards_by_hand():
+    pairs = PairLogProbs(torch.tensor([[-1.0, -3.0], [-2.0, -2.0]]), torch.tensor([[-2.0, -2.0], [-2.0, -2.0]]))
+    found = DpoLoss(beta=0.5)(model_output=pairs, labels=torch.zeros(2, 1))
+    assert found["chosen_reward"].tolist() == [0.5, 0]
+    assert found["rejected_reward"].tolist() == [-0.5, 0]
+    assert found["reward_margin"].tolist() == [1, 0]
+    assert found["reward_accuracy"].tolist() == [1, 0]
+    assert found["loss"].tolist() == pytest.approx([math.log(1 + math.exp(-1)), math.log(2)])
+
+
+# Rows.
+
+
+def test_a_row_is_the_prompt_with_both_answers(tmp_path):
+    row = read(tmp_path / "a.jsonl", PAIR).train[0]
+    assert row["input_ids"].tolist() == [97, 98, 99, 100, 0, 97, 98, 101, 0, 0, 0, 0]
+    assert row["labels"].tolist() == [-100, 99, 100, 0, -100, -100, 101, 0, *[-100] * 4]
+    assert row["answers"].tolist() == [0, 1, 1, 1, 0, 0, 2, 2, 0, 0, 0, 0]
+    assert row["position_ids"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
+    assert row["is_padding"].tolist() == [False] * 9 + [True] * 3
+
+
+def test_faulty_rows_are_told_all_at_once_with_their_lines(tmp_path):
+    rows = [
+        PAIR,
+        {"prompt": "ab", "chosen": "cd"},
+        {**PAIR, "rejected": "cd"},
+        {**PAIR, "chosen": ""},
+        {"chosen": "cd", "rejected": "e"},
+    ]
+    with pytest.raises(InputError) as caught:
+        read(tmp_path / "a.jsonl", *rows)
+    text = str(caught.value)
+    for line, told in (
+        (2, "rejected: is missing; the row has: prompt, chosen"),
+        (3, "rejected: is the same as chosen"),
+        (4, "chosen: is empty"),
+        (5, "prompt: is missing or empty"),
+    ):
+        assert f"a.jsonl:{line}: {told}" in text
+
+
+def test_a_pair_that_is_too_long_is_an_error_or_left_out(tmp_path):
+    long = {**PAIR, "prompt": "a" * 20}
+    with pytest.raises(ArgumentError, match=r"1 of 2 pairs .* 12 tokens; .*a.jsonl:2, has 45, its prompt 20") as caught:
+        read(tmp_path / "a.jsonl", PAIR, long)
+    assert caught.value.hint == "write max_seq_len: 45, or too_long: drop"
+    datasets = read(tmp_path / "a.jsonl", PAIR, long, too_long="drop")
+    assert len(datasets.train) == 1
+    assert datasets.train.report.dropped_documents == 1
+
+
+def test_the_same_prompt_is_never_in_both_parts(tmp_path):
+    rows = [{**PAIR, "prompt": f"{n % 50:02d}", "chosen": f"c{n // 50}"} for n in range(100)]
+    datasets = read(tmp_path / "a.jsonl", *rows, validation_fraction=0.3)
+    parts = [{tuple(one[i]["input_ids"][:2]) for i in range(len(one))} for one in (datasets.train, datasets.validation)]
+    assert not parts[0] & parts[1]
+    assert len(parts[0] | parts[1]) == 50
+
+
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_tokenizer(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from hp_plugins.tokenizers.pretrained import pretrained
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={one: number for number, one in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(tmp_path / "tokenizer")
+    return pretrained(str(tmp_path / "tokenizer"))
+
+
+def test_messages_are_rendered_and_the_prompt_is_what_both_share(tmp_path, chat_tokenizer):
+    def turn(role, content):
+        return {"role": role, "content": content}
+
+    prompt, good, bad = turn("user", "hi"), turn("assistant", "yes"), turn("assistant", "no")
+    explicit = {"prompt": [prompt], "chosen": [good], "rejected": [bad]}
+    implicit = {"chosen": [prompt, good], "rejected": [prompt, bad]}
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in (explicit, implicit)))
+    train = preferences(files=str(path), max_seq_len=80, tokenizer=chat_tokenizer).train
+    one, other = (train[index] for index in (0, 1))
+    assert all((one[name] == other[name]).all() for name in ("input_ids", "labels", "answers"))
+    texts = [chat_tokenizer.spell(one["labels"][one["answers"] == which].tolist()) for which in (1, 2)]
+    assert texts == ["yes</s>", "no</s>"]
+    path.write_text(json.dumps({**explicit, "chosen": [good, prompt]}) + "\n")
+    with pytest.raises(InputError, match=r"a.jsonl:1: chosen: holds a turn of role 'user'"):
+        preferences(files=str(path), max_seq_len=80, tokenizer=chat_tokenizer)
+
+
+# Runs.
+
+
+SHORT = (
+    "training.train_epochs=null",
+    "training.train_iters=3",
+    "training.log_every=1",
+    "training.global_batch_size=4",
+    "evaluation.every=0",
+)
+
+
+def metrics(run) -> list[list[float]]:
+    names = ("loss", "grad_norm", "reward_margin", "reward_accuracy", "tokens", "eval_loss", "eval_reward_margin")
+    return [[row[name] for name in names if name in row] for row in run.rows]
+
+
+def test_numbers_do_not_depend_on_ranks_or_accumulation(hp_run):
+    runs = [hp_run(RECIPE, *SHORT, f"training.micro_batch_size={size}") for size in (4, 2, 1)]
+    runs += [hp_run(RECIPE, *SHORT, f"training.micro_batch_size={size}", nproc=2) for size in (2, 1)]
+    for run in runs[1:]:
+        for found, wanted in zip(metrics(run), metrics(runs[0]), strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    # Before the first step the policy is the reference.
+    assert runs[0].losses[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_a_step_of_an_odd_number_of_pairs_counts_each_once(hp_run, tmp_path):
+    lines = (HERE / "pairs.jsonl").read_text(encoding="utf-8").splitlines()[:5]
+    (tmp_path / "five.jsonl").write_text("\n".join(lines) + "\n")
+    five = (*SHORT, f"dataset.files={tmp_path / 'five.jsonl'}", "dataset.validation_fraction=0", "evaluation.at_end=false")
+    runs = [
+        hp_run(RECIPE, *five, "training.micro_batch_size=1"),
+        hp_run(RECIPE, *five, "training.micro_batch_size=4"),
+        hp_run(RECIPE, *five, "training.micro_batch_size=2", nproc=2),
+    ]
+    for run in runs[1:]:
+        for found, wanted in zip(metrics(run), metrics(runs[0]), strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
+def test_a_resumed_run_is_the_one_that_was_never_stopped(hp_run):
+    whole = hp_run(RECIPE, *SHORT, "training.micro_batch_size=2")
+    first = hp_run(RECIPE, *SHORT, "training.micro_batch_size=2", "training.stop_after=1")
+    rest = hp_run(RECIPE, *SHORT, "training.micro_batch_size=2", f"checkpoint.resume={first.directory}")
+    # Its rows are those of the first part too, or its own alone.
+    assert metrics(rest)[-3:] == metrics(whole)[-3:]
+
+
+def test_beta_and_label_smoothing_act(hp_run):
+    runs = [
+        hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", override)
+        for override in ("loss_fn.beta=0.1", "loss_fn.beta=0.5", "loss_fn.label_smoothing=0.3")
+    ]
+    assert len({run.losses[-1] for run in runs}) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["dataset.tokenizer=null"], "tokenizer"),
+        (["loss_fn=causal_lm"], "loss_fn: TokenLoss|loss_fn: .* is no loss of pairs; write loss_fn: hp-dpo:dpo"),
+        (["loss_fn=null"], "loss_fn: ModelOutputLoss is no loss of pairs"),
+        (["dataloader.collate_fn=rows"], "dataloader.collate_fn: pairs are put together in one way"),
+        (["trainer.reference=/nowhere"], "trainer.reference: "),
+        (["model.config.vocab_size=200"], "the tokenizer has 257 tokens"),
+        (["dataset={name: python_docs, max_files: 30, max_seq_len: 64, tokenizer: bytes}"], "its rows are no pairs"),
+    ],
+)
+def test_what_does_not_fit_is_refused(hp_run, overrides, told):
+    with pytest.raises(InputError, match=told):
+        hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", *overrides)
+
+
+@pytest.mark.parametrize("key", ["cp_size", "pp_size"])
+def test_parallelism_that_cuts_pairs_or_models_is_refused(hp_run, key):
+    with pytest.raises(InputError, match=f"accelerator.{key}: 2 can't be"):
+        hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", f"accelerator.{key}=2", nproc=2)
+
+
+def test_tensor_ranks_give_the_same_numbers(hp_run):
+    alone = hp_run(RECIPE, *SHORT, "training.micro_batch_size=4")
+    cut = hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", "accelerator.tp_size=2", nproc=2)
+    for found, wanted in zip(metrics(cut), metrics(alone), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
+def test_another_reference_is_another_run_and_the_same_model_the_same(hp_run, tmp_path):
+    from hp_core.export.export import export_checkpoint
+
+    trained = hp_run(RECIPE, *SHORT, "training.micro_batch_size=4")
+    export_checkpoint(trained.directory, tmp_path / "model")
+    start = ("training.micro_batch_size=4", f"model={{name: causal_lm, pretrained: {tmp_path / 'model'}}}")
+    own = hp_run(RECIPE, *SHORT, *start)
+    named = hp_run(RECIPE, *SHORT, *start, f"trainer.reference={tmp_path / 'model'}")
+    assert metrics(named) == metrics(own)
+    other = hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", f"trainer.reference={tmp_path / 'model'}")
+    assert other.losses[0] != pytest.approx(math.log(2), abs=1e-6)
+
+
+# Adapters.
+
+
+def lora_policy(*, distributed_setup: DistributedSetup) -> torch.nn.Module:
+    """A frozen model with an adapter, which is no longer zero."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.0)
+    torch.manual_seed(3)
+    model = peft.get_peft_model(tiny_model("llama"), config)
+    for name, one in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(one, std=0.1)
+    shard_model(model, distributed_setup)
+    return model
+
+
+def _gradients(environment):
+    with tiny_setup(environment) as setup:
+        policy = lora_policy(distributed_setup=setup)
+        base = tiny_model("llama").eval()
+        reference = Reference.of(SimpleNamespace(setup=setup), policy, None, None)
+        inputs = {"input_ids": torch.arange(12).view(2, 6), "use_cache": False}
+        labels = torch.tensor([[1, 2, -100, 4, 5, -100]] * 2)
+        pairs = {"labels": labels, "answers": torch.tensor([[1, 1, 0, 2, 2, 0]] * 2)}
+        found = reference.log_probs(inputs, pairs)
+        with torch.no_grad():
+            assert torch.allclose(found, answer_log_probs(base(**inputs).logits, pairs), atol=1e-5)
+        assert policy.training
+        policy_log_probs = answer_log_probs(policy(**inputs).logits, pairs)
+        assert not torch.allclose(policy_log_probs, found)
+        DpoLoss()(model_output=PairLogProbs(policy_log_probs, found), labels=labels)["loss"].sum().backward()
+        gradients = {
+            name: one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
+            for name, one in policy.named_parameters()
+            if one.requires_grad
+        }
+        return {name: one / setup.world_size for name, one in gradients.items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_its_adapter_the_policy_is_the_reference(hp_ranks):
+    (alone,) = hp_ranks(_gradients, 1)
+    assert len(alone) == 6
+    for found in hp_ranks(_gradients, 2):
+        for name, wanted in alone.items():
+            assert float(wanted.abs().max()) > 0
+            assert torch.allclose(found[name], wanted, rtol=1e-4, atol=1e-7), name
+
+
+class PartlyFrozen(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    @contextmanager
+    def disable_adapter(self):
+        yield
+
+    def forward(self, input_ids, use_cache):
+        return SimpleNamespace(logits=self.weight[input_ids])
+
+
+def test_a_reference_that_would_move_is_refused():
+    trainer = SimpleNamespace(problem=lambda path, message, hint: f"trainer.{path}: {message}; {hint}")
+    run = SimpleNamespace(setup=SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(InputError, match="what is trained is more than the adapter"):
+        Reference.of(run, PartlyFrozen(), None, trainer)

@@ -1,0 +1,171 @@
+"""Tiny runs of a trainer under test, and what they leave: logged numbers and weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hp_core.checkpoint.layout import complete_checkpoints
+from hp_core.cli.checked import checked_recipe
+from hp_core.config import Target
+from hp_core.data.protocols import EMPTY_ROW, Datasets, RowDataset, Sample
+from hp_core.data.rows import as_datasets
+from hp_core.export.reading import StoredModel
+from hp_core.parallel.environment import ProcessEnvironment
+from hp_core.testing.checks import require
+from hp_core.testing.parts import TINY_RECIPE
+from hp_core.testing.runs import FinishedRun, run_recipe, undisturbed
+from hp_core.training.base import BaseTrainer
+from hp_core.training.session import train
+
+NUM_STEPS, ROWS_PER_STEP = 4, 4
+_TIMES = frozenset({"step_time_s", "data_time_s", "tokens_per_second", "eval_time_s"})
+# Gradients of nearly 0 stay so small here, where Adam would blow their rounding up.
+_DESCENT = "optimizer={_target_: hp_core.testing.parts.plain_descent}"
+
+
+@dataclass(frozen=True)
+class TrainerCase:
+    """A trainer under test: the class with its recipe arguments, and the recipe that it trains."""
+
+    component: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    recipe: str = TINY_RECIPE
+    tolerance: float = 1e-5
+
+    def overrides(self, *more: str) -> list[str]:
+        """Four steps of four rows by plain descent, logged each, without evaluations, and what `more` says."""
+        path = f"{self.component.__module__}.{getattr(self.component, '__qualname__', '')}"
+        trainer = json.dumps({"_target_": path, **self.arguments})
+        fixed = [f"trainer={trainer}", _DESCENT, "lr_scheduler=null", "training.log_every=1", "training.stop_after=null"]
+        fixed += ["training.train_epochs=null", "training.train_samples=null", f"training.train_iters={NUM_STEPS}"]
+        fixed += [f"training.global_batch_size={ROWS_PER_STEP}", "training.micro_batch_size=2"]
+        fixed += ["evaluation={every: 0, at_end: false}", "checkpoint={save_every: 1, keep_last: null}"]
+        changed = {one.partition("=")[0] for one in more}
+        return [*(one for one in fixed if one.partition("=")[0] not in changed), *more]
+
+    def run(self, *more: str, nproc: int = 1, plugin: str | None = None) -> Outcome:
+        """Train, and read what the run has left."""
+        with tempfile.TemporaryDirectory() as directory:
+            return Outcome.of(self.run_in(Path(directory), *more, nproc=nproc, plugin=plugin))
+
+    def run_in(self, folder: Path, *more: str, nproc: int = 1, plugin: str | None = None) -> FinishedRun:
+        """Train in a folder that stays."""
+        if plugin is not None:
+            (folder / "kit_rows.py").write_text(plugin, encoding="utf-8")
+        plugins = [] if plugin is None else ["kit_rows.py"]
+        return run_recipe(self.recipe, self.overrides(*more), folder, nproc=nproc, plugins=plugins)
+
+    @contextmanager
+    def trained(self) -> Iterator[BaseTrainer]:
+        """The trainer itself, after a run."""
+        built: list[BaseTrainer] = []
+
+        class Kept(Target):
+            def build(self, **runtime: Any) -> Any:
+                built.append(super().build(**runtime))
+                return built[-1]
+
+        with tempfile.TemporaryDirectory() as directory, undisturbed():
+            path = Path(directory) / "recipe.yaml"
+            path.write_text(self.recipe, encoding="utf-8")
+            short = ("training.train_iters=1", f"training.micro_batch_size={ROWS_PER_STEP}")
+            options = [f"--{one}" for one in self.overrides(*short, f"output_dir={directory}/run")]
+            recipe = checked_recipe(str(path), options, (), 1)
+            target = recipe.config.trainer
+            kept = Kept(**{one.name: getattr(target, one.name) for one in dataclasses.fields(Target)})
+            config = recipe.config.model_copy(update={"trainer": kept})
+            train(dataclasses.replace(recipe, config=config), environment=ProcessEnvironment())
+            yield built[0]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The logged numbers, without times, of steps and of evaluations, and the weights after each step."""
+
+    steps: tuple[Mapping[str, Any], ...]
+    evaluations: tuple[Mapping[str, Any], ...]
+    weights: Mapping[int, Mapping[str, torch.Tensor]]
+
+    @classmethod
+    def of(cls, run: FinishedRun) -> Outcome:
+        """What a run has left in its directory."""
+        rows = [{name: value for name, value in row.items() if name not in _TIMES} for row in run.rows]
+        weights = {}
+        for checkpoint in complete_checkpoints(run.directory):
+            stored = StoredModel(checkpoint.path)
+            weights[checkpoint.step] = dict(stored.read(list(stored.tensors)))
+        steps = tuple(row for row in rows if "loss" in row)
+        return cls(steps, tuple(row for row in rows if "eval_loss" in row), weights)
+
+    @property
+    def last(self) -> Mapping[str, torch.Tensor]:
+        """The weights at the end."""
+        return self.weights[max(self.weights)]
+
+
+def require_close_rows(
+    found: tuple[Mapping[str, Any], ...], wanted: tuple[Mapping[str, Any], ...], tolerance: float, how: str, hint: str
+) -> None:
+    """Compare logged numbers; those of tokens must be the same.
+
+    Raises:
+        BrokenPromiseError: names the first step and number that differ.
+    """
+    require(len(found) == len(wanted), f"{how} there are {len(found)} rows instead of {len(wanted)}; {hint}")
+    for row, other in zip(found, wanted, strict=True):
+        odd = sorted(row.keys() ^ other.keys())
+        require(not odd, f"{how} only one of two runs logs {odd[:1]}; {hint}")
+        # Counts first: where another number of tokens counts, the rest follows.
+        for name in sorted(other, key=lambda one: ("tokens" not in one, "loss" not in one, one)):
+            same = _is_close(row[name], other[name], 0.0 if "tokens" in name else tolerance)
+            text = f"{how} {name!r} of step {other['step']} is {row[name]!r} instead of {other[name]!r}; {hint}"
+            require(same, text)
+
+
+def _is_close(one: Any, other: Any, tolerance: float) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
+    return bool(one == other)
+
+
+# A plugin that changes which rows there are; run directories hold its text.
+ROWS = """\
+from hp_core import hookimpl
+from hp_core.testing.trainer_runs import with_rows
+
+
+@hookimpl(wrapper=True)
+def build_dataset():
+    return with_rows((yield), {number}, {is_empty})
+"""
+
+
+def with_rows(built: object, number: int, is_empty: bool) -> Datasets:
+    """The training data with its first rows alone, or with as many empty ones instead."""
+    datasets = as_datasets(built)
+    return dataclasses.replace(datasets, train=_Rows(datasets.train, number, is_empty))
+
+
+class _Rows:
+    report = None
+
+    def __init__(self, dataset: RowDataset, number: int, is_empty: bool) -> None:
+        self._dataset, self._number, self._is_empty = dataset, number, is_empty
+        self.max_seq_len = dataset.max_seq_len
+        self.fingerprint = f"{dataset.fingerprint}-{number}-{is_empty}"
+
+    def __len__(self) -> int:
+        return min(self._number, len(self._dataset))
+
+    def __getitem__(self, index: int, /) -> Sample:
+        return self._dataset[EMPTY_ROW if self._is_empty else index]

@@ -1,0 +1,108 @@
+"""Trainers that each break one promise, and one that keeps them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hp_plugins.trainers.text import TextTrainer
+
+IGNORED = -100
+
+
+class Plain(TextTrainer):
+    """Keeps every promise."""
+
+
+class _OwnBatch(TextTrainer):
+    def _build_get_batch(self) -> None:
+        super()._build_get_batch()
+        self._theirs = self.get_batch
+        self.get_batch = self.next_batch
+
+    def next_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        model_inputs, loss_inputs = self._theirs(iterator)
+        labels = self.labels_of(model_inputs, loss_inputs)
+        return {**model_inputs, "labels": labels, "shift_labels": labels}, {**loss_inputs, "labels": labels}
+
+    def labels_of(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class DividesByRows(TextTrainer):
+    """A mean over the rows of a micro-batch on top of that of the loss."""
+
+    def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
+        return super().postforward(outputs, loss_inputs) / len(loss_inputs["labels"])
+
+
+class DrawsAtRandom(_OwnBatch):
+    """Leaves out targets by the global random stream."""
+
+    def labels_of(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> torch.Tensor:
+        labels = loss_inputs["labels"]
+        return torch.where(torch.rand(labels.shape) < 0.3, IGNORED, labels)
+
+
+class Remembers(_OwnBatch):
+    """Leaves out more targets the more batches it has seen."""
+
+    seen = 0
+
+    def labels_of(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> torch.Tensor:
+        self.seen += 1
+        labels = loss_inputs["labels"].clone()
+        labels[:, : self.seen % 5] = IGNORED
+        return labels
+
+
+class TrainsOnPadding(_OwnBatch):
+    """Makes every position of a row a target, those of empty rows too."""
+
+    def labels_of(self, model_inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> torch.Tensor:
+        return model_inputs["input_ids"].roll(-1, 1)
+
+
+class TakesTwo(TextTrainer):
+    """Reads ahead."""
+
+    def _build_get_batch(self) -> None:
+        super()._build_get_batch()
+        theirs = self.get_batch
+
+        def both(iterator: Iterator[Any]) -> Any:
+            found = theirs(iterator)
+            next(iterator, None)
+            return found
+
+        self.get_batch = both
+
+
+class LosesTheGraph(TextTrainer):
+    """The loss has a value and no gradient."""
+
+    def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
+        return super().postforward(outputs, loss_inputs) * 0.0
+
+
+class CountsEvaluations(TextTrainer):
+    """Weighs steps less after each evaluation."""
+
+    divisor = 1
+
+    def _evaluate(self, *arguments: Any, **named: Any) -> Any:
+        found = super()._evaluate(*arguments, **named)
+        self.divisor += 1
+        return found
+
+    def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
+        return super().postforward(outputs, loss_inputs) / self.divisor
+
+
+class DependsOnTheRank(TextTrainer):
+    """Trains the second rank's rows twice as hard."""
+
+    def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
+        return super().postforward(outputs, loss_inputs) * (1 + self.setup.rank)
