@@ -46,7 +46,13 @@ class TrainerCase:
         """Four steps of four rows by plain descent, logged each, without evaluations, and what `more` says."""
         path = f"{self.component.__module__}.{getattr(self.component, '__qualname__', '')}"
         trainer = json.dumps({"_target_": path, **self.arguments})
-        fixed = [f"trainer={trainer}", _DESCENT, "lr_scheduler=null", "training.log_every=1", "training.stop_after=null"]
+        fixed = [
+            f"trainer={trainer}",
+            _DESCENT,
+            "lr_scheduler=null",
+            "training.log_every=1",
+            "training.stop_after=null",
+        ]
         fixed += ["training.train_epochs=null", "training.train_samples=null", f"training.train_iters={NUM_STEPS}"]
         fixed += [f"training.global_batch_size={ROWS_PER_STEP}", "training.micro_batch_size=2"]
         fixed += ["evaluation={every: 0, at_end: false}", "checkpoint={save_every: 1, keep_last: null}"]

@@ -1,4 +1,4 @@
-"""What a trainer promises: a batch is its rows and nothing else, and the numbers of a run don't depend on how it is cut."""
+"""What a trainer promises: a batch is its rows alone, and the numbers of a run don't depend on how it is cut."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from hp_core.training.base import BaseTrainer
 from hp_core.training.state import random_state
 
 _DENOMINATOR = (
-    "return from postforward what the loss returned, and divide nothing by the rows, tokens or micro-batches of a batch: "
-    "the engine weighs by what `reduction` declares"
+    "return from postforward what the loss returned, and divide nothing by the rows, tokens or micro-batches of a "
+    "batch: the engine weighs by what `reduction` declares"
 )
 _PADDING = "let labels of empty rows and of padding stay -100 in what get_batch returns, so that nothing counts them"
 
@@ -158,7 +158,7 @@ class TrainerChecks:
 
     def check_export(self) -> None:
         """Weights of an export, as transformers loads them."""
-        from transformers import AutoConfig
+        import transformers
 
         with tempfile.TemporaryDirectory() as directory:
             run = self.case.run_in(Path(directory))
@@ -167,9 +167,7 @@ class TrainerChecks:
             require(bool(facts["possible"]), f"{why}; if that is meant, skip this check with the reason")
             target = Path(directory) / "exported"
             export_checkpoint(run.directory, target)
-            import transformers
-
-            kind = getattr(transformers, AutoConfig.from_pretrained(target).architectures[0])
+            kind = getattr(transformers, transformers.AutoConfig.from_pretrained(target).architectures[0])
             loaded = kind.from_pretrained(target).state_dict()
             wanted = Outcome.of(run).last
             shared = {name: one for name, one in wanted.items() if name in loaded}

@@ -30,6 +30,15 @@ REFUSALS = {
             ("29:10: loss_fn", "loss_fn", "classification"),
         )
     ),
+    "hp_dpo/recipe.yaml": "\n".join(
+        f"{place}.name: no {group} component is named 'hp-dpo:{name}': "
+        "the package 'hp-dpo' is not installed; pip install hp-dpo"
+        for place, group, name in (
+            ("3:10: trainer", "trainer", "dpo"),
+            ("17:9: dataset", "dataset", "preferences"),
+            ("23:17: loss_fn", "loss_fn", "dpo"),
+        )
+    ),
     "hp_fast_norm/recipe.yaml": "23:13: plan_overrides[0].replace_module.name: no "
     "plan_overrides.replace_module component is named 'hp-fast-norm:fast_norm': "
     "the package 'hp-fast-norm' is not installed; pip install hp-fast-norm",
@@ -54,7 +63,7 @@ def name_of(path: Path) -> str:
 
 def test_every_recipe_of_a_package_has_its_refusal() -> None:
     assert {name_of(path) for example in EXAMPLES for path in example.glob("*.yaml")} == set(REFUSALS)
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 7
 
 
 @pytest.mark.parametrize("recipe", REFUSALS)
@@ -121,6 +130,15 @@ def check_classifier(runs: dict[str, Path]) -> None:
     assert manifest(runs["recipe"])["export"]["possible"] is True
 
 
+def check_dpo(runs: dict[str, Path]) -> None:
+    assert took_part(runs["recipe"]) == {"hp-dpo:dpo", "hp-dpo:preferences"}
+    rows = read_metrics(runs["recipe"])
+    assert rows[-1]["eval_reward_accuracy"] > 0.95
+    accuracies = [row["reward_accuracy"] for row in rows if "reward_accuracy" in row]
+    assert accuracies[0] < 0.9 < accuracies[-1]
+    assert manifest(runs["recipe"])["export"]["possible"] is True
+
+
 def check_focal_loss(runs: dict[str, Path]) -> None:
     assert took_part(runs["recipe"]) == took_part(runs["recipe_with_plugin"]) == {"hp-focal-loss:focal"}
     assert manifest(runs["recipe"])["plugins"] == []
@@ -154,6 +172,7 @@ def check_zloss(runs: dict[str, Path]) -> None:
 
 CHECKS = {
     "hp_classifier": check_classifier,
+    "hp_dpo": check_dpo,
     "hp_fast_norm": check_fast_norm,
     "hp_focal_loss": check_focal_loss,
     "hp_lion": check_lion,

@@ -25,6 +25,7 @@ CHECKS = {
     "losses": LossChecks(LossCase(broken_losses.SumLoss)),
     "optimizers": OptimizerChecks(OptimizerCase(broken_optimizers.Momentum)),
     "replacements": ReplacementChecks(ReplacementCase(broken_replacements.norm, "llama", ("*norm",))),
+    "trainers": TrainerChecks(TrainerCase(broken_trainers.Plain)),
     "hooks": HookChecks(broken_plugins.watches),
 }
 

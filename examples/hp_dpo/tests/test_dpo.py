@@ -214,7 +214,12 @@ def test_numbers_do_not_depend_on_ranks_or_accumulation(hp_run):
 def test_a_step_of_an_odd_number_of_pairs_counts_each_once(hp_run, tmp_path):
     lines = (HERE / "pairs.jsonl").read_text(encoding="utf-8").splitlines()[:5]
     (tmp_path / "five.jsonl").write_text("\n".join(lines) + "\n")
-    five = (*SHORT, f"dataset.files={tmp_path / 'five.jsonl'}", "dataset.validation_fraction=0", "evaluation.at_end=false")
+    five = (
+        *SHORT,
+        f"dataset.files={tmp_path / 'five.jsonl'}",
+        "dataset.validation_fraction=0",
+        "evaluation.at_end=false",
+    )
     runs = [
         hp_run(RECIPE, *five, "training.micro_batch_size=1"),
         hp_run(RECIPE, *five, "training.micro_batch_size=4"),
