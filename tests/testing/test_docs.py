@@ -17,8 +17,10 @@ from hp_core.testing.optimizer_steps import OptimizerCase
 from hp_core.testing.optimizers import OptimizerChecks
 from hp_core.testing.replacement_steps import ReplacementCase
 from hp_core.testing.replacements import ReplacementChecks
+from hp_core.testing.trainer_runs import TrainerCase
+from hp_core.testing.trainers import TrainerChecks
 from tests.conftest import ROOT
-from tests.testing import broken_losses, broken_optimizers, broken_plugins, broken_replacements
+from tests.testing import broken_losses, broken_optimizers, broken_plugins, broken_replacements, broken_trainers
 
 TEXT = (ROOT / "docs" / "testing-a-plugin.md").read_text(encoding="utf-8")
 CHECKS = {
