@@ -35,8 +35,8 @@ REFUSALS = {
         "the package 'hp-dpo' is not installed; pip install hp-dpo"
         for place, group, name in (
             ("3:10: trainer", "trainer", "dpo"),
-            ("17:9: dataset", "dataset", "preferences"),
-            ("23:17: loss_fn", "loss_fn", "dpo"),
+            ("18:9: dataset", "dataset", "preferences"),
+            ("24:17: loss_fn", "loss_fn", "dpo"),
         )
     ),
     "hp_fast_norm/recipe.yaml": "23:13: plan_overrides[0].replace_module.name: no "

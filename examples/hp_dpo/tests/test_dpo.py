@@ -292,15 +292,15 @@ def test_another_reference_is_another_run_and_the_same_model_the_same(hp_run, tm
 # Adapters.
 
 
-def lora_policy(*, distributed_setup: DistributedSetup) -> torch.nn.Module:
-    """A frozen model with an adapter, which is no longer zero."""
+def lora_policy(scale: float = 0.1, *, distributed_setup: DistributedSetup) -> torch.nn.Module:
+    """A frozen model with an adapter, which adds nothing where the scale is 0."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.0)
     torch.manual_seed(3)
-    model = peft.get_peft_model(tiny_model("llama"), config)
+    model = peft.get_peft_model(tiny_model("llama", vocab_size=257), config)
     for name, one in model.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(one, std=0.1)
+            torch.nn.init.normal_(one, std=scale)
     shard_model(model, distributed_setup)
     return model
 
@@ -308,7 +308,7 @@ def lora_policy(*, distributed_setup: DistributedSetup) -> torch.nn.Module:
 def _gradients(environment):
     with tiny_setup(environment) as setup:
         policy = lora_policy(distributed_setup=setup)
-        base = tiny_model("llama").eval()
+        base = tiny_model("llama", vocab_size=257).eval()
         reference = Reference.of(SimpleNamespace(setup=setup), policy, None, None)
         inputs = {"input_ids": torch.arange(12).view(2, 6), "use_cache": False}
         labels = torch.tensor([[1, 2, -100, 4, 5, -100]] * 2)
@@ -336,6 +336,38 @@ def test_without_its_adapter_the_policy_is_the_reference(hp_ranks):
         for name, wanted in alone.items():
             assert float(wanted.abs().max()) > 0
             assert torch.allclose(found[name], wanted, rtol=1e-4, atol=1e-7), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_with_an_adapter_is_trained_beside_itself(hp_run):
+    model = "model={_target_: test_dpo.lora_policy, scale: 0.0}"
+    longer = [one.replace("train_iters=3", "train_iters=20") for one in SHORT]
+    start = (*longer, model, "optimizer.lr=0.02", "training.micro_batch_size=2")
+    run = hp_run(RECIPE, *start)
+    assert run.losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert run.rows[-1]["eval_loss"] < math.log(2) - 0.01
+    assert run.manifest["export"]["possible"] is True
+    two = hp_run(RECIPE, *start, nproc=2)
+    assert two.losses == pytest.approx(run.losses, rel=1e-3)
+    first = hp_run(RECIPE, *start, "training.stop_after=10")
+    rest = hp_run(RECIPE, *start, f"checkpoint.resume={first.directory}")
+    assert metrics(rest)[-3:] == metrics(run)[-3:]
+
+
+def test_the_reference_knows_no_dropout_and_draws_nothing():
+    model = tiny_model("gpt2").train()
+    for one in model.modules():
+        if isinstance(one, torch.nn.Dropout):
+            one.p = 0.5
+    pairs = {"labels": torch.tensor([[1, 2, 3, 4]]), "answers": torch.tensor([[1, 1, 2, 2]])}
+    inputs = {"input_ids": torch.arange(4)[None], "use_cache": False}
+    state = torch.get_rng_state()
+    found = [Reference(model).log_probs(inputs, pairs) for _ in range(2)]
+    assert torch.equal(*found)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not found[0].requires_grad
+    assert model.training
+    assert not torch.equal(answer_log_probs(model(**inputs).logits, pairs), found[0])
 
 
 class PartlyFrozen(torch.nn.Module):
