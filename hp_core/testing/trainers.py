@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -185,7 +183,6 @@ def check_get_batch(case: TrainerCase) -> None:
     with case.trained() as trainer:
         dataset = trainer.datasets.train
         raw = list(trainer._loader(dataset, [[0, 1], [2, 3]]))
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
         before = random_state()
         first = _batch(trainer, raw[0], raw[1])
         drawn = _differing(random_state(), before)
