@@ -23,6 +23,8 @@ def test_faultless(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.splitlines() == [
         f"{path}: ok",
         "model net, dataset rows, loss the model's own, optimizer sgd, 10 steps of 4 rows",
+        "loss_fn: not tried: the batches of trainer text are its own, and there are only rows of text here; a run is "
+        "the first to call it",
     ]
 
 
