@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from hp_core.data.columns import float32_fault
 from hp_core.data.fields import RowText
 from hp_core.data.fingerprint import fingerprint
+from hp_core.data.images.pixels import ImageTransform
 from hp_core.data.megatron import MegatronSource, MegatronStore
 from hp_core.data.mixed import MixedRows
 from hp_core.data.mixture import Mixture
-from hp_core.data.packing import WEIGHTS, Layout, PackedRows, plan_rows
+from hp_core.data.packing import WEIGHTS, Layout, PackedRows, PackingPlan, plan_rows
 from hp_core.data.protocols import DataReport, Datasets, MeshContext, Tokenizer, TrainableTokenizer
 from hp_core.data.reading import Faults, Reading
 from hp_core.data.records import DocumentEncoder, Row, Source
@@ -55,6 +56,7 @@ def build_data(
     temperature: float | None,
     block_documents: int | None,
     mesh_context: MeshContext | None,
+    transform: ImageTransform | None = None,
 ) -> Datasets:
     """What `build_stream` makes of the one part, with `block_documents`, or else what `build_datasets` makes of all."""
     if block_documents is None:
@@ -66,6 +68,7 @@ def build_data(
             validation_fraction=validation_fraction,
             validation_parts=validation_parts,
             temperature=temperature,
+            transform=transform,
         )
     (part,) = parts
     return build_stream(
@@ -76,6 +79,7 @@ def build_data(
         block_documents=block_documents,
         mesh_context=mesh_context or MeshContext(),
         validation_parts=validation_parts,
+        transform=transform,
     )
 
 
@@ -88,13 +92,15 @@ def build_datasets(
     validation_fraction: float = 0.0,
     validation_parts: Sequence[Part] = (),
     temperature: float | None = None,
+    transform: ImageTransform | None = None,
 ) -> Datasets:
     """Encode, split and pack the rows of `parts`: all that a dataset component has left to do.
 
     With a `temperature`, or weights of all parts, an epoch takes of each part what `Mixture` says; else, and in
     validation, it takes every row once. Validation documents are those of `validation_parts`, or the
     `validation_fraction` of all documents that `hp_core.data.split.held_out` picks; a trainable tokenizer never sees
-    them. Raises `ArgumentError` for arguments that can't be used and `InputError` for rows that can't.
+    them. `transform` makes of images what a model takes; None leaves them out. Raises `ArgumentError` for arguments
+    that can't be used and `InputError` for rows that can't.
     """
     if tokenizer is None:
         raise ArgumentError("tokenizer", "this dataset needs a tokenizer", "add `tokenizer: {name: bytes}`")
@@ -113,9 +119,10 @@ def build_datasets(
         validation = _Split("validation", parts, stores, held, counts_faults=False)
     # A loss that takes weights takes them of both.
     is_weighted = train.is_weighted or (validation is not None and validation.is_weighted)
+    making = _Making(layout, tokenizer.eos_id, is_weighted, transform)
     return Datasets(
-        train=_rows(train, layout, tokenizer.eos_id, is_weighted, temperature),
-        validation=None if validation is None else _rows(validation, layout, tokenizer.eos_id, is_weighted),
+        train=making.rows(train, temperature),
+        validation=None if validation is None else making.rows(validation),
         tokenizer=tokenizer,
     )
 
@@ -129,6 +136,7 @@ def build_stream(
     block_documents: int,
     mesh_context: MeshContext,
     validation_parts: Sequence[Part] = (),
+    transform: ImageTransform | None = None,
 ) -> Datasets:
     """Rows that are encoded and packed while the run reads them, by blocks of `block_documents` of each data rank.
 
@@ -147,8 +155,8 @@ def build_stream(
     validation: WithEmptyRow | None = None
     if validation_parts:
         split = _validation(validation_parts, tokenizer, reading)
-        validation = _rows(split, layout, tokenizer.eos_id, encoder.has_weights)
-    train = WithEmptyRow(StreamingRows(stream, layout, reading, eos_id=tokenizer.eos_id))
+        validation = _Making(layout, tokenizer.eos_id, encoder.has_weights, transform).rows(split)
+    train = WithEmptyRow(StreamingRows(stream, layout, reading, eos_id=tokenizer.eos_id, transform=transform))
     return Datasets(train=train, validation=validation, tokenizer=tokenizer)
 
 
@@ -192,33 +200,44 @@ def _held_out(stores: Sequence[TokenStore | MegatronStore], fraction: float) -> 
     return np.split(held_out(hashes, has_text, fraction), ends[:-1])
 
 
-def _rows(
-    split: _Split, layout: Layout, eos_id: int, is_weighted: bool, temperature: float | None = None
-) -> WithEmptyRow:
-    """The split's rows; every part has some in training."""
-    packed: list[PackedRows] = []
-    names: list[str] = []
-    for part, store, chosen in zip(split.parts, split.stores, split.selected, strict=True):
-        plan = plan_rows(store.lengths, layout, chosen, store.trained)
-        if split.counts_faults:
-            plan = replace(plan, report=replace(plan.report, faulty_rows=store.faulty_rows))
-        if plan.num_rows == 0 and (split.role == "training" or len(split.parts) == 1):
-            raise InputError(_nothing_to_predict(split.role, part, plan.report, layout))
-        if plan.num_rows == 0:
-            continue
+@dataclass(frozen=True)
+class _Making:
+    """How documents become rows: the layout, the end token, whether targets have weights, and what reads images."""
+
+    layout: Layout
+    eos_id: int
+    is_weighted: bool
+    transform: ImageTransform | None = None
+
+    def rows(self, split: _Split, temperature: float | None = None) -> WithEmptyRow:
+        """The split's rows; every part has some in training."""
+        packed: list[PackedRows] = []
+        names: list[str] = []
+        for part, store, chosen in zip(split.parts, split.stores, split.selected, strict=True):
+            images = None if store.images is None else store.images.records
+            plan = plan_rows(store.lengths, self.layout, chosen, store.trained, images)
+            if split.counts_faults:
+                plan = replace(plan, report=replace(plan.report, faulty_rows=store.faulty_rows))
+            if plan.num_rows == 0 and (split.role == "training" or len(split.parts) == 1):
+                raise InputError(_nothing_to_predict(split.role, part, plan.report, self.layout))
+            if plan.num_rows == 0:
+                continue
+            packed.append(self._packed(part, store, plan))
+            names.append(part.name)
+        if not packed:
+            raise InputError(f"the {split.role} data has nothing to predict in any of its {len(split.parts)} sources")
+        if names == [""]:
+            return WithEmptyRow(packed[0])
+        mixture = _mixture(split.parts, packed, temperature) if split.role == "training" else None
+        return WithEmptyRow(MixedRows(packed, names, mixture))
+
+    def _packed(self, part: Part, store: TokenStore | MegatronStore, plan: PackingPlan) -> PackedRows:
         loss_weight: float | None = None
-        if is_weighted:
+        if self.is_weighted:
             _require_free_name(store.columns)
             _require_weights_held(part, store)
             loss_weight = part.loss_weight
-        packed.append(PackedRows(store, plan, eos_id=eos_id, loss_weight=loss_weight))
-        names.append(part.name)
-    if not packed:
-        raise InputError(f"the {split.role} data has nothing to predict in any of its {len(split.parts)} sources")
-    if names == [""]:
-        return WithEmptyRow(packed[0])
-    mixture = _mixture(split.parts, packed, temperature) if split.role == "training" else None
-    return WithEmptyRow(MixedRows(packed, names, mixture))
+        return PackedRows(store, plan, eos_id=self.eos_id, loss_weight=loss_weight, transform=self.transform)
 
 
 def _require_free_name(columns: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
@@ -10,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_core.data.images.protocol import ImageTokenizer
 from hp_core.data.protocols import IGNORED_LABEL, RowDataset, Sample, Tokenizer
 
 
@@ -131,4 +133,9 @@ def _segments(sample: Sample, piece: slice, tokenizer: Tokenizer | None) -> Iter
 def _decoded(ids: list[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return " ".join(map(str, ids))
-    return tokenizer.decode_all(ids) if isinstance(tokenizer, ShowsTokens) else tokenizer.decode(ids)
+    text = tokenizer.decode_all(ids) if isinstance(tokenizer, ShowsTokens) else tokenizer.decode(ids)
+    if not isinstance(tokenizer, ImageTokenizer):
+        return text
+    token = tokenizer.image_token
+    # An image has hundreds of them.
+    return re.sub(rf"(?:{re.escape(token)}){{2,}}", lambda run: f"{token}×{run.group().count(token)}", text)

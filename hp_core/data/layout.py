@@ -25,12 +25,15 @@ class Layout:
     (`sequential`: with `split` an endless stream that is cut at the ends of rows, otherwise what doesn't fit begins a
     new row), or one alone (`none`).
 
+    `max_row_pixels` is how many pixels of images a row has at most, None for as many as its tokens stand for.
+
     Raises `ArgumentError` for rows that have no room for a token and its target.
     """
 
     max_seq_len: int
     packing: Packing = "sequential"
     length_policy: LengthPolicy = "split"
+    max_row_pixels: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_seq_len < MIN_SEQ_LEN:

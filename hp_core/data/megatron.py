@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from hp_core.data.cache import build_once
 from hp_core.data.fingerprint import document_hash, file_fingerprint, fingerprint
+from hp_core.data.images.table import ImageTable
 from hp_core.data.protocols import Tokenizer
 from hp_core.data.records import Place
 from hp_core.errors import ArgumentError, InputError
@@ -195,6 +196,7 @@ class MegatronStore:
     trained: None = None
     weights: None = None
     has_weights = False
+    images: ImageTable | None = None
     faulty_rows = 0
 
     def __init__(self, source: MegatronSource, scans: Sequence[_Scan]) -> None:

@@ -43,6 +43,11 @@ class MixedRows:
         """The columns that the recipe asks for; every part has the same."""
         return self.parts[0].columns
 
+    @property
+    def has_images(self) -> bool:
+        """Whether some row has an image."""
+        return any(part.has_images for part in self.parts)
+
     def part_of(self, index: int) -> int:
         """The number of the part that the row belongs to."""
         if not 0 <= index < len(self):

@@ -11,9 +11,12 @@ from numpy.typing import NDArray
 
 from hp_core.data.best_fit import best_fit_decreasing
 from hp_core.data.fingerprint import fingerprint
+from hp_core.data.images.pixels import ImageTransform
+from hp_core.data.images.table import ImageTable, Records
 from hp_core.data.layout import Layout as Layout
 from hp_core.data.pieces import Mask, Numbers, Pieces, cut_at_rows, cut_to_length, kept_documents
 from hp_core.data.protocols import IGNORED_LABEL, DataReport, Sample
+from hp_core.errors import ArgumentError
 
 # The array of the rows that holds what each target counts for, where documents or sources have weights.
 WEIGHTS = "token_weights"
@@ -68,6 +71,11 @@ class Documents(Protocol):
         """Each document's columns, `[documents, columns]`."""
         ...
 
+    @property
+    def images(self) -> ImageTable | None:
+        """The documents' images; None where they have none."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
@@ -90,7 +98,11 @@ class PackingPlan:
 
 
 def plan_rows(
-    lengths: Numbers, layout: Layout, selected: Mask | None = None, trained: Mask | None = None
+    lengths: Numbers,
+    layout: Layout,
+    selected: Mask | None = None,
+    trained: Mask | None = None,
+    images: Records | None = None,
 ) -> PackingPlan:
     """Plan the rows of the `selected` documents (default: all) of the given lengths.
 
@@ -102,10 +114,16 @@ def plan_rows(
         layout: how long rows are, what shares one, and what becomes of documents that are longer.
         selected: `[documents]`
         trained: `[tokens]` whether each token of the store is a target; None if all are.
+        images: those of all documents, of which none is cut; None where there are none.
+
+    Raises `ArgumentError` for images and a layout that would cut them.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    whole, left_out = kept_documents(lengths, layout, selected, trained)
-    pieces, row_of = _placed(whole, layout, trained)
+    if images is not None and len(images) and layout.length_policy == "split":
+        raise ArgumentError("length_policy", "'split' would cut images in two", "write drop, or truncate")
+    whole, left_out = kept_documents(lengths, layout, selected, trained, images)
+    pixels = None if images is None or layout.max_row_pixels is None else _pixels(whole, images, layout.max_row_pixels)
+    pieces, row_of = _placed(whole, layout, trained, pixels)
     order = np.argsort(row_of, kind="stable")
     pieces, row_of = pieces.take(order), row_of[order]
     is_last = np.append(row_of[1:] != row_of[:-1], True)[: len(row_of)]
@@ -119,12 +137,27 @@ def plan_rows(
         padding_tokens=len(row_ends) * layout.max_seq_len - num_tokens,
         dropped_tokens=int(whole.sizes.sum()) - num_tokens,
         split_documents=int(np.count_nonzero(np.bincount(pieces.documents) > 1)),
+        images=0 if images is None else int(np.isin(images["document"], whole.documents).sum()) - left_out.cut_images,
         **asdict(left_out),
     )
     return PackingPlan(layout.max_seq_len, pieces, row_ends, report)
 
 
-def _placed(whole: Pieces, layout: Layout, trained: Mask | None) -> tuple[Pieces, Numbers]:
+def _pixels(whole: Pieces, images: Records, most: int) -> Numbers:
+    """How many pixels each piece has. Raises `ArgumentError` for one of more than a row may have."""
+    places = np.searchsorted(whole.documents, images["document"])
+    own = np.append(whole.documents, -1)[places] == images["document"]
+    own[own] = (images["start"] + images["size"])[own] <= whole.sizes[places[own]]
+    pixels = np.bincount(places[own], weights=images["pixels"][own], minlength=len(whole)).astype(np.int64)
+    if len(pixels) and pixels.max() > most:
+        message = f"{most:,} are fewer than the {int(pixels.max()):,} of one document"
+        raise ArgumentError("max_row_pixels", message, "write more, or a smaller max_pixels of the processor")
+    return pixels
+
+
+def _placed(
+    whole: Pieces, layout: Layout, trained: Mask | None, pixels: Numbers | None = None
+) -> tuple[Pieces, Numbers]:
     """The pieces that fit rows, and the number of each one's row; rows in between may have none."""
     if layout.is_stream:
         pieces, row_of = cut_at_rows(whole, layout.max_seq_len)
@@ -134,10 +167,14 @@ def _placed(whole: Pieces, layout: Layout, trained: Mask | None) -> tuple[Pieces
     if layout.length_policy == "split":
         pieces = cut_to_length(whole, layout.max_seq_len)
         pieces = pieces.take(pieces.targets(trained) > 0)
+    sizes = pieces.sizes
+    if pixels is not None and layout.max_row_pixels is not None:
+        # What takes the larger share of a row's tokens or pixels keeps both within bounds.
+        sizes = np.maximum(sizes, -(-pixels * layout.max_seq_len // layout.max_row_pixels))
     if layout.packing == "best_fit":
-        return pieces, best_fit_decreasing(pieces.sizes, layout.max_seq_len)
+        return pieces, best_fit_decreasing(sizes, layout.max_seq_len)
     if layout.packing == "sequential":
-        return pieces, next_fit(pieces.sizes, layout.max_seq_len)
+        return pieces, next_fit(sizes, layout.max_seq_len)
     return pieces, np.arange(len(pieces))
 
 
@@ -161,21 +198,31 @@ class PackedRows:
     store is a float32 array that holds, at each position of a document, the document's value, and 0 in padding.
 
     With a `loss_weight`, `token_weights` holds what the target of each position counts for: the target's weight in
-    the store times the `loss_weight`, and 0 where there is no target.
+    the store times the `loss_weight`, and 0 where there is no target. With a `transform`, `images` is what it makes of
+    the row's images; rows without any have none.
     """
 
-    def __init__(self, store: Documents, plan: PackingPlan, *, eos_id: int, loss_weight: float | None = None) -> None:
+    def __init__(
+        self,
+        store: Documents,
+        plan: PackingPlan,
+        *,
+        eos_id: int,
+        loss_weight: float | None = None,
+        transform: ImageTransform | None = None,
+    ) -> None:
         self.store = store
         self.plan = plan
         self.eos_id = eos_id
         self.loss_weight = loss_weight
+        self.transform = transform
         self.max_seq_len = plan.max_seq_len
         self.report = plan.report
         pieces = plan.pieces
         arrays = (plan.row_ends, pieces.starts, pieces.sizes, pieces.ends, pieces.closes)
-        self.fingerprint = fingerprint(
-            "packed rows", _RULE_VERSION, store.key, plan.max_seq_len, loss_weight, *(one.tobytes() for one in arrays)
-        )
+        images = () if store.images is None else ("images", store.images.records["digest"].tobytes())
+        settings = (store.key, plan.max_seq_len, loss_weight, *images)
+        self.fingerprint = fingerprint("packed rows", _RULE_VERSION, *settings, *(one.tobytes() for one in arrays))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -188,6 +235,11 @@ class PackedRows:
         of_pieces = self.plan.pieces.targets(self.store.trained)
         ends = np.cumsum(of_pieces)[self.plan.row_ends - 1]
         return np.diff(ends, prepend=0)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some row has an image."""
+        return self.report.images > 0
 
     def __len__(self) -> int:
         return self.plan.num_rows
@@ -230,4 +282,17 @@ class PackedRows:
             own = np.float32(1) if self.store.weights is None else self.store.weights[next_stored]
             weights[:size][has_target] = own * np.float32(self.loss_weight)
             sample[WEIGHTS] = weights
+        if self.transform is not None and self.store.images is not None:
+            records = _records(pieces, self.store.images)
+            if len(records):
+                sample["images"] = self.transform(self.store.images, records, self.store.locate)
         return cast(Sample, sample)
+
+
+def _records(pieces: Pieces, images: ImageTable) -> Records:
+    """The images of a row's documents, of which each is there from its beginning on."""
+    found = []
+    for document, size in zip(pieces.documents.tolist(), pieces.sizes.tolist(), strict=True):
+        own = images.of_document(document)
+        found.append(own[own["start"] + own["size"] <= size])
+    return np.concatenate(found)

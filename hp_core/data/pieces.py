@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_core.data.images.table import Records
 from hp_core.data.layout import Layout
 
 # Tokens whose running count is held at a time.
@@ -46,7 +47,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """How many of the selected documents are not in the rows, or only in part, and how many tokens are cut off."""
+    """How many of the selected documents are not in the rows, or only in part, and what is cut off."""
 
     empty_documents: int
     short_documents: int
@@ -54,14 +55,16 @@ class LeftOut:
     untargeted_documents: int
     cut_documents: int
     cut_tokens: int
+    cut_images: int = 0
 
 
 def kept_documents(
-    lengths: Numbers, layout: Layout, selected: Mask | None, trained: Mask | None
+    lengths: Numbers, layout: Layout, selected: Mask | None, trained: Mask | None, images: Records | None = None
 ) -> tuple[Pieces, LeftOut]:
     """What the length policy leaves of each document, as one piece, however long.
 
     Documents of 0 (empty) or 1 token (nothing to predict) are left out, and after cutting those without any target.
+    None is cut within one of its `images`: those that would be are left out with what is behind.
     """
     chosen = np.ones(len(lengths), dtype=bool) if selected is None else selected
     documents = np.flatnonzero(chosen & (lengths >= 2))
@@ -71,6 +74,9 @@ def kept_documents(
         fits = whole <= layout.max_seq_len
         documents, whole, num_dropped = documents[fits], whole[fits], int(np.count_nonzero(~fits))
     sizes = np.minimum(whole, layout.max_seq_len) if layout.length_policy.startswith("truncate") else whole
+    own_images = None if images is None else _Images.among(documents, images)
+    if own_images is not None:
+        sizes = own_images.uncut(sizes)
     starts = (np.cumsum(lengths) - lengths)[documents]
     is_cut = sizes < whole
     closes = np.zeros(len(documents), dtype=bool)
@@ -87,8 +93,37 @@ def kept_documents(
         untargeted_documents=int(np.count_nonzero(~has_targets)),
         cut_documents=int(np.count_nonzero(cut_off)),
         cut_tokens=int(cut_off.sum()),
+        cut_images=0 if own_images is None else int(own_images.lost(sizes)[has_targets].sum()),
     )
     return pieces.take(has_targets), left_out
+
+
+@dataclass(frozen=True, eq=False)
+class _Images:
+    """The images of some documents: the place of each one's document among them, and where it begins and ends in it."""
+
+    of: Numbers
+    begins: Numbers
+    ends: Numbers
+
+    @classmethod
+    def among(cls, documents: Numbers, images: Records) -> _Images:
+        places = np.searchsorted(documents, images["document"])
+        is_among = np.append(documents, -1)[places] == images["document"]
+        own = images[is_among]
+        return cls(places[is_among], own["start"], own["start"] + own["size"])
+
+    def uncut(self, sizes: Numbers) -> Numbers:
+        """The sizes, where one ends within an image reduced to where the image begins."""
+        is_cut = (self.begins < sizes[self.of]) & (self.ends > sizes[self.of])
+        reduced: Numbers = sizes.copy()
+        np.minimum.at(reduced, self.of[is_cut], self.begins[is_cut])
+        return reduced
+
+    def lost(self, sizes: Numbers) -> Numbers:
+        """How many images of each document lie behind its size."""
+        lost: Numbers = np.bincount(self.of[self.ends > sizes[self.of]], minlength=len(sizes))
+        return lost
 
 
 def cut_to_length(whole: Pieces, max_seq_len: int) -> Pieces:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,8 +96,8 @@ class Sample(TypedDict):
 
     `labels[t]` is the target of position `t`, already shifted, and -100 where there is none. `position_ids`
     restart with every piece of a document. `is_padding`, where a dataset has any, is true at positions without a
-    token. A dataset may add arrays of its own; the collator stacks them too, and a loss is given those that it
-    declares as `columns`.
+    token. `images` is what a model takes of the row's images, joined; a row without any has none. A dataset may add
+    arrays of its own; the collator stacks them too, and a loss is given those that it declares as `columns`.
     """
 
     index: int
@@ -105,6 +105,7 @@ class Sample(TypedDict):
     labels: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     is_padding: NotRequired[NDArray[np.bool_]]
+    images: NotRequired[Mapping[str, NDArray[Any]]]
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class DataReport:
 
     Of the documents in the rows, `cut_documents` lack their end, altogether `cut_tokens`, and `split_documents` lie in
     several pieces or rows; `dropped_tokens` of those lie in pieces or rows without any target, which are left out.
+    `images` are those in the rows, `cut_images` those that were cut off.
     """
 
     documents: int
@@ -134,6 +136,8 @@ class DataReport:
     cut_tokens: int = 0
     split_documents: int = 0
     faulty_rows: int = 0
+    images: int = 0
+    cut_images: int = 0
 
     @property
     def fill(self) -> float:
@@ -161,6 +165,8 @@ class DataReport:
         line = f"; left out: {told}" if told else ""
         if self.cut_documents:
             line += f"; cut: {self.cut_documents:,} documents by {self.cut_tokens:,} tokens"
+        if self.cut_images:
+            line += f" and {self.cut_images:,} images"
         if self.split_documents:
             line += f"; split: {self.split_documents:,} documents"
         return line

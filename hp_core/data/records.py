@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hp_core.errors import InputError
+
+if TYPE_CHECKING:
+    from hp_core.data.images.placing import EncodedImage
 
 
 class Place(NamedTuple):
@@ -39,7 +42,8 @@ class Encoded:
 
     `trained[t]` says whether token `t` is a target (for the position before it); None: every token is. `weights[t]`
     is what it counts for as a target; None: 1. Both have the length of `ids`. `split_hash` decides the side of a
-    validation split, and documents of the same content have the same. `values` are the document's columns.
+    validation split, and documents of the same content have the same. `values` are the document's columns, `images`
+    those that some of its tokens stand for.
     """
 
     ids: NDArray[np.int64]
@@ -47,6 +51,7 @@ class Encoded:
     trained: NDArray[np.bool_] | None = None
     weights: NDArray[np.float32] | None = None
     values: tuple[float, ...] = ()
+    images: tuple[EncodedImage, ...] = ()
 
 
 class Fields(tuple[str, ...]):
@@ -126,6 +131,11 @@ class DocumentEncoder(Protocol):
     @property
     def has_weights(self) -> bool:
         """Whether some documents have weights."""
+        ...
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some documents may have images."""
         ...
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | InputError]:

@@ -12,6 +12,9 @@ from hp_core.data.protocols import EMPTY_ROW, IGNORED_LABEL, DataReport, Dataset
 from hp_core.data.streaming import StreamingRows
 from hp_core.errors import InputError, Problem
 
+# The number of a row, and its images: an empty row has neither.
+_OF_ROWS = ("index", "images")
+
 
 class WithEmptyRow:
     """A dataset whose row -1 is an empty row: padding without a target, so it adds exactly 0 to any loss.
@@ -49,6 +52,11 @@ class WithEmptyRow:
         return isinstance(self.dataset, (PackedRows, MixedRows, StreamingRows))
 
     @property
+    def has_images(self) -> bool:
+        """Whether some row has an image, as far as that is known."""
+        return isinstance(self.dataset, (PackedRows, MixedRows, StreamingRows)) and self.dataset.has_images
+
+    @property
     def mixed(self) -> MixedRows | None:
         """The dataset, if it is made of named sources."""
         return self.dataset if isinstance(self.dataset, MixedRows) else None
@@ -67,7 +75,7 @@ class WithEmptyRow:
     def __getitem__(self, index: int, /) -> Sample:
         if index != EMPTY_ROW:
             return self.dataset[index]
-        empty = {name: np.zeros_like(value) for name, value in self.dataset[0].items() if name != "index"}
+        empty = {name: np.zeros_like(value) for name, value in self.dataset[0].items() if name not in _OF_ROWS}
         for name, value in empty.items():
             if name == "labels" or name.endswith("_labels"):
                 value[...] = IGNORED_LABEL

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hp_core.data.fingerprint import fingerprint
+from hp_core.data.images.pixels import ImageTransform
+from hp_core.data.images.table import ImageTable
 from hp_core.data.layout import Layout
 from hp_core.data.order import Position
 from hp_core.data.packing import WEIGHTS, PackedRows, plan_rows
@@ -79,6 +81,7 @@ class Block:
     columns: tuple[str, ...]
     faults: tuple[str, ...]
     num_faults: int
+    images: ImageTable | None = None
 
     @property
     def key(self) -> str:
@@ -143,6 +146,7 @@ class BlockStream:
             tuple(self.encoder.columns),
             faults=tuple(str(one) for one in held.faults[:NUM_TOLD]),
             num_faults=len(held.faults),
+            images=held.images,
         )
 
 
@@ -151,20 +155,32 @@ class StreamingRows:
 
     report: DataReport | None = None
 
-    def __init__(self, stream: BlockStream, layout: Layout, reading: Reading, *, eos_id: int) -> None:
+    def __init__(
+        self,
+        stream: BlockStream,
+        layout: Layout,
+        reading: Reading,
+        *,
+        eos_id: int,
+        transform: ImageTransform | None = None,
+    ) -> None:
         self.stream = stream
         self.layout = layout
         self.reading = reading
         self.eos_id = eos_id
+        self.transform = transform
         self.max_seq_len = layout.max_seq_len
 
     @cached_property
     def fingerprint(self) -> str:
         """Depends on what the source says of itself, the encoder, the layout and the blocks, not on ranks."""
-        layout = (self.layout.max_seq_len, self.layout.packing, self.layout.length_policy)
+        layout: list[str | int] = [self.layout.max_seq_len, self.layout.packing, self.layout.length_policy]
         encoder = self.stream.encoder.fingerprint
         source = self.stream.source.stream_fingerprint
-        return fingerprint("stream", _RULE_VERSION, source, encoder, *layout, self.stream.block_documents)
+        blocks = [self.stream.block_documents]
+        if self.layout.max_row_pixels is not None:
+            blocks.append(self.layout.max_row_pixels)
+        return fingerprint("stream", _RULE_VERSION, source, encoder, *layout, *blocks)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -172,11 +188,17 @@ class StreamingRows:
         own = tuple(self.stream.encoder.columns)
         return (*own, WEIGHTS) if self.stream.encoder.has_weights else own
 
+    @property
+    def has_images(self) -> bool:
+        """Whether rows may have images; which do isn't known."""
+        return self.stream.encoder.has_images
+
     def packed(self, block: Block) -> PackedRows:
         """The rows of a block."""
         loss_weight = 1.0 if self.stream.encoder.has_weights else None
-        plan = plan_rows(block.lengths, self.layout, None, block.trained)
-        return PackedRows(block, plan, eos_id=self.eos_id, loss_weight=loss_weight)
+        images = None if block.images is None else block.images.records
+        plan = plan_rows(block.lengths, self.layout, None, block.trained, images)
+        return PackedRows(block, plan, eos_id=self.eos_id, loss_weight=loss_weight, transform=self.transform)
 
     def first_block(self) -> PackedRows:
         """The rows of the first block of this rank, for a look. Raises `InputError` for faulty rows, as a run does."""

@@ -181,7 +181,9 @@ def _repeated(stores: Sequence[Documents]) -> list[tuple[_Found, _Found]]:
             # Documents without text all look the same, and are left out anyway.
             if end > begin:
                 where.append((store, number))
-                contents.append(document_hash(store.tokens[np.arange(begin, end)].astype(np.int64).tobytes()))
+                content = store.tokens[np.arange(begin, end)].astype(np.int64).tobytes()
+                images = b"" if store.images is None else store.images.of_document(number)["digest"].tobytes()
+                contents.append(document_hash(content + images))
             begin = end
     pairs = duplicates(np.frombuffer(contents, dtype=np.uint64))
     return [(where[first], where[again]) for first, again in pairs]

@@ -50,6 +50,11 @@ class TextEncoder:
         return False
 
     @property
+    def has_images(self) -> bool:
+        """It has none."""
+        return False
+
+    @property
     def has_weights(self) -> bool:
         """Every token counts for 1."""
         return False

@@ -14,12 +14,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from hp_core.data.cache import build_once
 from hp_core.data.fingerprint import fingerprint
+from hp_core.data.images.table import ImageTable
 from hp_core.data.parallel import encoded_batches
 from hp_core.data.reading import Faults, Reading
 from hp_core.data.records import DocumentEncoder, Place, Source
-from hp_core.data.writing import StoreWriter
+from hp_core.data.writing import IMAGE_BYTES, StoreWriter
 
-FORMAT = 2
+FORMAT = 3
 _log = logging.getLogger(__name__)
 
 
@@ -35,6 +36,7 @@ class Meta:
     has_weights: bool
     faulty_rows: int
     faults: tuple[str, ...]
+    has_images: bool = False
 
     def write(self, directory: Path) -> None:
         """Into the store's directory."""
@@ -115,6 +117,11 @@ class TokenStore:
         """Each document's columns, `[documents, columns]`."""
         return self._by_document("columns.npy")
 
+    @cached_property
+    def images(self) -> ImageTable | None:
+        """The images of the documents, their bytes mapped from disk; None where there can be none."""
+        return _images(self.directory) if self.meta.has_images else None
+
     def locate(self, document: int) -> str:
         """Where a document stands, such as `data/a.jsonl:12`; empty in another process than that which built it."""
         return "" if self._source is None else self._source.locate(Place(*self.places[document].tolist()))
@@ -167,10 +174,19 @@ def _write(source: Source, encoder: DocumentEncoder, reading: Reading, directory
         columns=encoder.columns,
         has_mask=encoder.has_mask,
         has_weights=encoder.has_weights,
+        has_images=encoder.has_images,
         faulty_rows=faults.count,
         faults=tuple(faults.messages),
     )
     meta.write(directory)
+
+
+def _images(directory: Path) -> ImageTable:
+    records, path = np.load(directory / "images.npy"), directory / IMAGE_BYTES
+    blob = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, dtype=np.uint8)
+    if len(records) and int((records["offset"] + records["length"]).max()) != len(blob):
+        raise ValueError(f"{path} is not complete")
+    return ImageTable(records, blob)
 
 
 def _is_complete(directory: Path, encoder: DocumentEncoder) -> bool:
@@ -186,6 +202,8 @@ def _is_complete(directory: Path, encoder: DocumentEncoder) -> bool:
             sizes["trained.bin"] = 1
         if encoder.has_weights:
             sizes["weights.bin"] = 4
+        if encoder.has_images and not _images(directory).is_unchanged():
+            return False
         return all(
             (directory / name).stat().st_size == meta.tokens * itemsize for name, itemsize in sizes.items()
         ) and all(np.load(directory / name, mmap_mode="r").shape == shape for name, shape in shapes.items())

@@ -12,9 +12,11 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from hp_core.data.images.table import RECORD, ImageTable, Records
 from hp_core.data.records import DocumentEncoder, Encoded, Place, Row
 from hp_core.errors import InputError
 
+IMAGE_BYTES = "images.bin"
 _BATCH_ROWS = 1000
 _BATCH_CHARACTERS = 1_000_000
 _COPIED_TOKENS = 1 << 20
@@ -50,8 +52,8 @@ def batches(rows: Iterable[Row | InputError]) -> Iterator[list[Row | InputError]
 
 
 def num_characters(value: Any) -> int:
-    """How much text there is in a value, however deep."""
-    if isinstance(value, str):
+    """How much text, or how many bytes, there are in a value, however deep."""
+    if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, dict):
         return sum(map(num_characters, value.values()))
@@ -76,6 +78,7 @@ class EncodedBatch:
     places: NDArray[np.int64]
     values: NDArray[np.float32]
     faults: tuple[InputError, ...]
+    images: ImageTable | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Placed], encoder: DocumentEncoder) -> EncodedBatch:
@@ -110,6 +113,7 @@ class EncodedBatch:
                 len(held), len(encoder.columns)
             ),
             faults=tuple(row.encoded for row in rows if isinstance(row.encoded, InputError)),
+            images=ImageTable.of([one.images for one in documents]) if encoder.has_images else None,
         )
 
 
@@ -120,6 +124,8 @@ def _joined(parts: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
 def _require_declared(document: Encoded, encoder: DocumentEncoder) -> None:
     """Raise `ValueError` for a document that isn't what its encoder says: a fault of the encoder's author."""
     size = len(document.ids)
+    if document.images and not encoder.has_images:
+        raise ValueError("a document has images, and its encoder declares none")
     if len(document.values) != len(encoder.columns):
         raise ValueError(f"a document has {len(document.values)} values for the columns {encoder.columns}")
     parts = (("trained", document.trained, encoder.has_mask), ("weights", document.weights, encoder.has_weights))
@@ -143,6 +149,8 @@ class StoreWriter:
         self._tokens: IO[bytes] = (directory / "tokens.bin").open("wb")
         self._trained = (directory / "trained.bin").open("wb") if encoder.has_mask else None
         self._weights = (directory / "weights.bin").open("wb") if encoder.has_weights else None
+        self._images = (directory / IMAGE_BYTES).open("wb") if encoder.has_images else None
+        self._records: list[Records] = []
 
     def add(self, batch: EncodedBatch) -> None:
         """Append the batch's documents."""
@@ -152,6 +160,12 @@ class StoreWriter:
         for file, part in ((self._trained, batch.trained), (self._weights, batch.weights)):
             if file is not None and part is not None:
                 file.write(part.tobytes())
+        if self._images is not None and batch.images is not None:
+            records = batch.images.records.copy()
+            records["document"] += self.num_documents
+            records["offset"] += self._images.tell()
+            self._images.write(batch.images.blob.tobytes())
+            self._records.append(records)
         self.num_tokens += len(batch.ids)
         self.num_documents += len(batch.lengths)
         self._lengths.frombytes(batch.lengths.tobytes())
@@ -176,7 +190,7 @@ class StoreWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for file in (self._tokens, self._trained, self._weights):
+        for file in (self._tokens, self._trained, self._weights, self._images):
             if file is not None:
                 file.close()
         if error is None:
@@ -185,6 +199,8 @@ class StoreWriter:
             self._save("places", np.frombuffer(self._places, dtype=np.int64).reshape(-1, 2))
             if self._columns:
                 self._save("columns", np.frombuffer(self._values, dtype=np.float32).reshape(-1, self._columns))
+            if self._images is not None:
+                self._save("images", np.concatenate([np.zeros(0, RECORD), *self._records]))
 
     def _save(self, name: str, values: NDArray[Any]) -> None:
         np.save(self.directory / f"{name}.npy", values)

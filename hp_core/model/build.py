@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hp_core.errors import ArgumentError
 from hp_core.model.config import model_config
 from hp_core.model.generation import generation_config as generation_config_of
 from hp_core.model.initialize import initialize_weights
+from hp_core.model.kinds import IMAGE_TEXT, ModelKind
 from hp_core.model.load import load_weights, weight_files
 from hp_core.model.replacement.layout import original_layout
 from hp_core.model.replacement.replacer import replace_modules
@@ -21,13 +21,15 @@ from hp_core.parallel.context.trial import require_same_when_cut
 from hp_core.parallel.dtypes import DTYPES
 from hp_core.parallel.expert.experts import spread_experts
 from hp_core.parallel.fsdp import shard_model
+from hp_core.parallel.images import join_images, sees_images
 from hp_core.parallel.pipeline.runner import Pipeline, members_of
 from hp_core.parallel.plan.planner import Planner
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.parallel.tensor.apply import apply_plan
 
 
-def build_causal_lm(
+def build_transformers_model(
+    kind: ModelKind,
     *,
     setup: DistributedSetup,
     pretrained: str | None,
@@ -38,7 +40,7 @@ def build_causal_lm(
     trust_remote_code: bool,
     generation_config: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A causal language model of transformers, sharded and with its weights, in training mode.
+    """A model of transformers, sharded and with its weights, in training mode.
 
     The order is fixed and nothing after it may re-shard or re-cast: skeleton on the meta device, replacements,
     sharding, then either the weights of `pretrained` (each rank reads its own part) or initial weights from
@@ -53,12 +55,12 @@ def build_causal_lm(
         pretrained=pretrained,
         revision=revision,
         trust_remote_code=trust_remote_code,
-        model_types=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        kind="causal language model",
+        model_types=kind.families,
+        kind=kind.title,
     )
     generation = generation_config_of(pretrained, revision, generation_config or {})
     files = weight_files(pretrained, revision) if pretrained is not None else []
-    model = _skeleton(settings, attn_implementation, DTYPES[dtype], trust_remote_code)
+    model = _skeleton(kind, settings, attn_implementation, DTYPES[dtype], trust_remote_code)
     if generation is not None:
         model.generation_config = generation
     finish_model(model, setup, files if pretrained is not None else None)
@@ -82,6 +84,8 @@ def finish_model(
     """
     setup = distributed_setup
     replaced = replace_modules(model, setup)
+    if sees_images(model):
+        join_images(model, setup)
     plan = (setup.planner or Planner()).prepare(model, setup)
     if setup.sizes.cp > 1:
         use_context_attention(model, setup)
@@ -110,17 +114,20 @@ def finish_model(
 
 
 def _skeleton(
-    settings: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype, trust_remote_code: bool
+    kind: ModelKind, settings: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = kind.auto_class.from_config(
                 settings, attn_implementation=attn_implementation, dtype=dtype, trust_remote_code=trust_remote_code
             )
     except ValueError as error:
         if "Unrecognized configuration class" in str(error):
-            message = f"holds a {settings.model_type!r}, which is no causal language model"
-            raise ArgumentError("pretrained", message, "this component builds causal language models") from error
+            message = f"holds a {settings.model_type!r}, which is no {kind.title}"
+            hint = (
+                "use model.name: image_text" if settings.model_type in IMAGE_TEXT.families else "use another component"
+            )
+            raise ArgumentError("pretrained", message, hint) from error
         if "attention" not in str(error):
             raise
         message = f"this family of models does not support {attn_implementation!r}"

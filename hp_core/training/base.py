@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -33,7 +33,14 @@ from hp_core.training.reading import StepReader, Stoppable
 from hp_core.training.run import Report, Run, data_facts, data_lines
 from hp_core.training.saving import Checkpointing
 from hp_core.training.schedule import total_steps
-from hp_core.training.startup import checked_datasets, checked_loss, checked_model, told_of_the_loss
+from hp_core.training.startup import (
+    checked_datasets,
+    checked_loss,
+    checked_model,
+    refuse_images,
+    tell_frozen,
+    told_of_the_loss,
+)
 from hp_core.training.state import RunState, seed_everything
 from hp_core.training.step import Entries, Passes, accumulate_gradients, require_same_entries
 from hp_core.training.stopping import StopAgreed, StopSignals
@@ -47,10 +54,13 @@ class BaseTrainer:
 
     A task trainer overrides the stages that its modality needs: `_build_model_assets`, `_build_data_transform`,
     `_build_collate_fn` and `_build_get_batch`. The rest, the loop included, is shared. `trains_texts` says that batches
-    are rows of tokens with a label for each, on which `hp-train check` can try a loss.
+    are rows of tokens with a label for each, on which `hp-train check` can try a loss, `takes_images` that they may
+    have images.
     """
 
     trains_texts: ClassVar[bool] = False
+    takes_images: ClassVar[bool] = False
+
     run: Run
     setup: DistributedSetup
     model: nn.Module
@@ -141,6 +151,7 @@ class BaseTrainer:
             training_config=self.config.training,
         )
         self.datasets = checked_datasets(built, self.run, self.loss_fn, self.contract.columns)
+        refuse_images(self.datasets, type(self).__name__, self.takes_images)
         self.run.record(data=data_facts(self.datasets))
         for line in data_lines(self.datasets):
             self.run.console.say(line)
@@ -167,6 +178,7 @@ class BaseTrainer:
         built = self.run.plugins.hook.build_optimizer(config=self.config, model=self.model)
         self.optimizer = as_optimizer(built)
         require_each_once(self.optimizer, self.model)
+        tell_frozen(self.model, self.run)
         self.run.optimizer = self.optimizer
 
     def _build_lr_scheduler(self) -> None:
@@ -276,13 +288,19 @@ class BaseTrainer:
         self._source_counts.add(state, position, is_trained=skipped is None)
         self._meter.add(tokens=tokens, seconds=time.perf_counter() - started, data_seconds=data_seconds)
         if skipped or state.step % self.config.training.log_every == 0 or state.step == self.last_step:
+            own = self.token_counts(micro_batches)
             self.run.metrics = self._meter.row(
-                state, step_loss, norm=norm, lr=lr, skipped=skipped, tokens=tokens, setup=self.setup
+                state, step_loss, norm=norm, lr=lr, skipped=skipped, tokens=tokens, own=own, setup=self.setup
             )
             self._meter = Meter()
             self.run.log(self.run.metrics)
             self.run.console.row(self.run.metrics)
             self.checkpoints.require_metric(self.run.metrics)
+
+    def token_counts(self, micro_batches: Sequence[MicroBatch]) -> Mapping[str, int]:
+        """What the task counts of a step beside its targets, by the same names on all ranks; their sums are logged."""
+        del micro_batches
+        return {}
 
     def preforward(self, micro_batch: MicroBatch) -> tuple[dict[str, Any], dict[str, Any]]:
         """Move a micro-batch to the device and let the loss and plugins prepare the model's inputs."""

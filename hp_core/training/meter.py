@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hp_core.parallel.setup import DistributedSetup
@@ -35,17 +36,20 @@ class Meter:
         lr: float,
         skipped: str | None,
         tokens: int,
+        own: Mapping[str, int],
         setup: DistributedSetup,
     ) -> dict[str, Any]:
         """The metrics of the step just taken, the same on every rank. The next window is a new meter's.
 
         Losses are those of this step alone. Rates and times are means over the window, of the slowest rank.
-        A skipped step has no loss to tell: none was optimised.
+        A skipped step has no loss to tell: none was optimised. `own` is what this rank counts of the step.
         """
-        own = step_loss.logged
-        names = sorted(own)
-        rows = setup.gather_on_host([*(float(own[name]) for name in names), self._seconds, self._data_seconds])
+        names = sorted(step_loss.logged)
+        counted = [float(number) for number in own.values()]
+        logged = [float(step_loss.logged[name]) for name in names]
+        rows = setup.gather_on_host([*logged, *counted, self._seconds, self._data_seconds])
         losses = {name: sum(row[index] for row in rows) for index, name in enumerate(names)}
+        summed = {name: int(sum(row[index] for row in rows)) for index, name in enumerate(own, len(names))}
         seconds = max(row[-2] for row in rows)
         data_seconds = max(row[-1] for row in rows)
         diagnostics = step_loss.contract.diagnostics
@@ -55,6 +59,7 @@ class Meter:
             "grad_norm": norm,
             "lr": lr,
             "tokens": tokens,
+            **summed,
             "total_tokens": state.tokens,
             "tokens_per_second": self._tokens / seconds if seconds else None,
             "step_time_s": seconds / self._steps,

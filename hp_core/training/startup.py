@@ -118,3 +118,26 @@ def checked_datasets(built: Any, run: Run, loss_fn: nn.Module, columns: Sequence
     all_used = not any("prepare_model_inputs" in record.hooks for record in run.plugins.records)
     require_columns(columns, loss_fn, datasets, run.setup, all_used=all_used)
     return datasets
+
+
+def refuse_images(datasets: Datasets, trainer: str, takes_images: bool) -> None:
+    """Refuse rows with images for a trainer that would leave them out.
+
+    Raises:
+        InputError: some row has one.
+    """
+    if takes_images:
+        return
+    for split in (datasets.train, datasets.validation, datasets.test):
+        if isinstance(split, WithEmptyRow) and split.has_images:
+            message = f"rows have images, and a {trainer} takes none"
+            raise InputError(Problem(message, path="dataset", hint="write trainer: {name: vlm}"))
+
+
+def tell_frozen(model: nn.Module, run: Run) -> None:
+    """Say how much of the model is not trained, and where it lies, if any of it isn't."""
+    frozen = {name: one.numel() for name, one in model.named_parameters() if not one.requires_grad}
+    if frozen:
+        total = sum(one.numel() for one in model.parameters())
+        where = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen))
+        run.console.say(f"frozen: {sum(frozen.values()):,} of {total:,} parameters, in {where}")

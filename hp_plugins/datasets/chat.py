@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -16,9 +17,13 @@ from hp_core.data.chat.formats import ConversationFormat, FormatName, named_form
 from hp_core.data.chat.mapping import mapped_format
 from hp_core.data.chat.template import ChatTokenizer
 from hp_core.data.columns import RowColumns
+from hp_core.data.images.pixels import ImageTransform
+from hp_core.data.images.protocol import ImageTokenizer
+from hp_core.data.images.references import ImageRules
 from hp_core.data.layout import Layout
 from hp_core.data.protocols import Datasets, MeshContext, Tokenizer, TrainableTokenizer
 from hp_core.data.reading import Reading
+from hp_core.data.records import Source
 from hp_core.data.sources import FileSource, expand_files
 from hp_core.errors import ArgumentError
 from hp_plugins.datasets.arguments import (
@@ -94,8 +99,17 @@ def chat(
     max_errors: MaxErrors = None,
     streaming: Streaming = False,
     block_documents: BlockDocuments = None,
+    image_dir: Annotated[
+        str | None, Field(description="What paths of images are relative to; null is the folder of the data files.")
+    ] = None,
+    image_urls: Annotated[bool, Field(description="Fetch images that are given as http URLs.")] = False,
+    max_row_pixels: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        Field(description="Pixels of images in a row at most, however many tokens it has; null is any number."),
+    ] = None,
     *,
     tokenizer: Tokenizer | TrainableTokenizer | None,
+    transform: ImageTransform | None = None,
     mesh_context: MeshContext | None = None,
 ) -> Datasets:
     """Conversations, as a chat template renders them; each answer and its stop token are targets, and nothing else.
@@ -108,6 +122,10 @@ def chat(
     is an answer is found by its generation marks, or else by rendering the conversation with other answers; a template
     for which that can't be told is refused. `train_on: last` trains the last answer only, `all` prompts too. A turn
     with `train: false` isn't trained. With `token_weights`, a turn's `weight` is what each of its tokens counts for.
+
+    With a processor as tokenizer, turns may hold images: as parts `{type: image}` with `path`, `bytes`, `base64` or
+    `url`, or as `<image>` in a text; those without a value are the row's `images` (or `image`), in order. What stands
+    for an image is never cut. A damaged image is a faulty row.
 
     Conversations of more than `max_seq_len` tokens are left out and counted, unless `length_policy` says otherwise.
     All other arguments are those of `text`, streams included.
@@ -123,6 +141,7 @@ def chat(
         beforehand={"num_proc": num_proc, "cache_dir": cache_dir} if validation_files is None else {},
         unstreamed={"sources": sources, "temperature": temperature},
     )
+    _check_images(tokenizer, {"image_dir": image_dir, "image_urls": image_urls, "max_row_pixels": max_row_pixels})
     settings = ChatSettings(
         named_format("messages"),
         train_on,
@@ -131,6 +150,7 @@ def chat(
         dict(chat_template_kwargs or {}),
         date,
         RowColumns.of(columns),
+        ImageRules(None if image_dir is None else Path(image_dir).expanduser(), image_urls),
     )
     alone: dict[str, Any] = {"files": files, "hub_id": hub_id, "hub_config": hub_config, "split": split}
     alone |= {"format": format, "mapping": mapping}
@@ -138,13 +158,14 @@ def chat(
     datasets = build_data(
         parts,
         tokenizer=tokenizer,
-        layout=Layout(max_seq_len, packing, length_policy),
+        layout=Layout(max_seq_len, packing, length_policy, max_row_pixels),
         reading=Reading(cache_directory(cache_dir), num_proc, on_error, max_errors),
         validation_fraction=validation_fraction,
         validation_parts=_validation_parts(validation_files, sources, settings, format, mapping),
         temperature=temperature,
         block_documents=block,
         mesh_context=mesh_context,
+        transform=transform,
     )
     if chat_template is None:
         return datasets
@@ -152,9 +173,29 @@ def chat(
 
 
 def _part(settings: ChatSettings, name: str, spec: ChatSource, within: str) -> Part:
-    chosen = replace(settings, format=_format(spec.format, spec.mapping, within))
+    source = rows_of(spec, within=within)
+    chosen = replace(settings, format=_format(spec.format, spec.mapping, within), images=_rules(settings, source))
     encoder = partial(ChatEncoder.of, chosen)
-    return Part(name, rows_of(spec, within=within), encoder, weight=spec.weight, loss_weight=spec.loss_weight)
+    return Part(name, source, encoder, weight=spec.weight, loss_weight=spec.loss_weight)
+
+
+def _rules(settings: ChatSettings, source: Source) -> ImageRules:
+    """Where the images of a source are: by default beside its files, if these are in one folder."""
+    if settings.images.directory is not None or not isinstance(source, FileSource):
+        return settings.images
+    folders = {path.resolve().parent for path in source.paths}
+    return replace(settings.images, directory=folders.pop()) if len(folders) == 1 else settings.images
+
+
+def _check_images(tokenizer: ChatTokenizer, given: Mapping[str, object]) -> None:
+    """Refuse arguments about images where there can be none. Raises `ArgumentError`."""
+    name = next((name for name, value in given.items() if value), None)
+    if name is not None and not isinstance(tokenizer, ImageTokenizer):
+        hint = "write `tokenizer: {name: processor, path: …}`"
+        raise ArgumentError(name, "has no effect with a tokenizer that knows no images", hint)
+    directory = given["image_dir"]
+    if isinstance(directory, str) and not Path(directory).expanduser().is_dir():
+        raise ArgumentError("image_dir", f"there is no directory {directory!r}")
 
 
 def _validation_parts(
@@ -173,8 +214,8 @@ def _validation_parts(
         raise ArgumentError("validation_files", "their format can't be told: the sources' formats differ", hint)
     for spec in formats.values():
         name, mapping = spec.format, spec.mapping
-    chosen = replace(settings, format=_format(name, mapping, ""))
     source = FileSource(expand_files(files, argument="validation_files"))
+    chosen = replace(settings, format=_format(name, mapping, ""), images=_rules(settings, source))
     return [Part("", source, partial(ChatEncoder.of, chosen))]
 
 

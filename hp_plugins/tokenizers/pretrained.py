@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from tokenizers import Tokenizer as FastBackend
@@ -15,12 +15,14 @@ from tokenizers import Tokenizer as FastBackend
 from hp_core.data.chat.template import ChatTemplate, PlacedTokens
 from hp_core.data.chat.tokens import as_placed
 from hp_core.data.fingerprint import file_fingerprint, fingerprint
-from hp_core.data.protocols import Tokenizer
 from hp_core.errors import ArgumentError
 
 
 class PretrainedTokenizer:
     """A transformers tokenizer with an EOS. Its own rule for BOS is kept; an EOS it adds itself is taken off."""
+
+    # What other processes make again for themselves.
+    remade: ClassVar[tuple[str, ...]] = ("_placing",)
 
     def __init__(self, tokenizer: Any, *, name: str) -> None:
         self.name = name
@@ -29,6 +31,11 @@ class PretrainedTokenizer:
         self.fingerprint = _fingerprint(tokenizer)
         self._tokenizer = tokenizer
         self._adds_eos = tokenizer("a")["input_ids"][-1:] == [self.eos_id]
+
+    @property
+    def backend(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._tokenizer
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, however long; special tokens written in the text count as such."""
@@ -130,14 +137,14 @@ class PretrainedTokenizer:
         return backend
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_placing"}
+        return {name: value for name, value in vars(self).items() if name not in self.remade}
 
 
 def pretrained(
     path: Annotated[str, Field(description="Hugging Face directory or hub id.")],
     revision: Annotated[str | None, Field(description="Branch, tag or commit of a hub id.")] = None,
     eos_token: Annotated[str | None, Field(description="The token that ends a document; null is its own.")] = None,
-) -> Tokenizer:
+) -> PretrainedTokenizer:
     """The tokenizer of a Hugging Face directory or Hub repository, as `AutoTokenizer` loads it.
 
     `eos_token` names the token of the vocabulary that ends a document, for tokenizers that declare none or whose

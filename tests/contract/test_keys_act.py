@@ -22,6 +22,7 @@ from hp_core.config.models import TrainerConfig
 from hp_core.config.signature import Signature
 from hp_core.observe.trackers import read_metrics
 from tests.contract.chats import CHAT_KEYS, chats
+from tests.contract.images import IMAGE_KEYS
 from tests.contract.launches import LAUNCH_KEYS
 from tests.contract.texts import write_texts
 from tests.e2e.runs import hp_train_here, manifest, steps, train
@@ -857,6 +858,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
         faulty(bench, "--dataset.on_error=skip", "--dataset.max_errors=1").code == 2
     ),
     **CHAT_KEYS,
+    **IMAGE_KEYS,
     "hp.datasets.chat.num_proc": processes_encode(chats(), "--training={train_iters: 1, global_batch_size: 1}"),
     "hp.datasets.python_docs.max_files": data_differs("--dataset.max_files=5", base=DOCS),
     "hp.datasets.python_docs.max_seq_len": data_differs("--dataset.max_seq_len=16", base=DOCS),

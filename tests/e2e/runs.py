@@ -87,7 +87,7 @@ def hp_train(
 
 
 def captured(
-    command: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None
+    command: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 180
 ) -> subprocess.CompletedProcess[str]:
     """What a command that has to do with the checkout says."""
     return subprocess.run(
@@ -96,7 +96,7 @@ def captured(
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=timeout,
         check=False,
     )
 

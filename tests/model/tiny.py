@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hp_core.model.build import build_causal_lm
+from hp_core.model.build import build_transformers_model
+from hp_core.model.kinds import CAUSAL_LM, IMAGE_TEXT
 from hp_core.testing.checks import whole
 from hp_core.testing.models import COMMON, DEEPSEEK_V3, GPT2, LLAMA, LLAMA_TIED, QWEN3, QWEN3_MOE
 from hp_core.testing.setups import tiny_setup
@@ -36,7 +37,7 @@ a_setup = tiny_setup
 
 
 def build(setup: Any, config: dict[str, Any] | None = None, **arguments: Any) -> Any:
-    """`causal_lm` with the component's defaults."""
+    """`causal_lm` with the component's defaults, or `image_text` for a family that takes images."""
     defaults = {
         "pretrained": None,
         "revision": None,
@@ -44,4 +45,6 @@ def build(setup: Any, config: dict[str, Any] | None = None, **arguments: Any) ->
         "attn_implementation": "sdpa",
         "trust_remote_code": False,
     }
-    return build_causal_lm(setup=setup, config=config or {}, **{**defaults, **arguments})
+    values = config or {}
+    kind = IMAGE_TEXT if "vision_config" in values else CAUSAL_LM
+    return build_transformers_model(kind, setup=setup, config=values, **{**defaults, **arguments})

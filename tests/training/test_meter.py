@@ -21,7 +21,7 @@ def row(parts: dict[str, float], skipped: str | None = None) -> dict[str, object
     setup = SimpleNamespace(gather_on_host=lambda values: [values, [value / 2 for value in values]])
     meter = Meter()
     meter.add(tokens=4, seconds=2.0, data_seconds=0.5)
-    return meter.row(RunState(step=1), step_loss, norm=1.0, lr=0.1, skipped=skipped, tokens=4, setup=setup)
+    return meter.row(RunState(step=1), step_loss, norm=1.0, lr=0.1, skipped=skipped, tokens=4, own={}, setup=setup)
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,22 @@ class RowError(Exception):
 
 
 @dataclass(frozen=True)
+class ImagePart:
+    """An image in a turn: what the row says of it, None for the next of the row's own images; `path` is its place."""
+
+    value: Any
+    path: str
+
+
+Part = str | ImagePart
+
+
+@dataclass(frozen=True)
 class Message:
     """One turn. `content` is None where the row has none, as beside tool calls; `path` is its place in the row.
 
-    `train` is what the row says of this turn, None if nothing. `weight` is what each of its tokens counts for.
+    `train` is what the row says of this turn, None if nothing. `weight` is what each of its tokens counts for. `parts`
+    are the texts and images of a turn that has images, in order; its `content` is the texts, joined.
     """
 
     role: str
@@ -38,10 +50,15 @@ class Message:
     extras: Mapping[str, Any] = field(default_factory=dict)
     train: bool | None = None
     weight: float = 1.0
+    parts: tuple[Part, ...] = ()
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it."""
-        content = {} if self.content is None else {"content": self.content}
+        content: dict[str, Any] = {} if self.content is None else {"content": self.content}
+        if self.parts:
+            content["content"] = [
+                {"type": "text", "text": one} if isinstance(one, str) else {"type": "image"} for one in self.parts
+            ]
         return {"role": self.role, **content, **self.extras}
 
 
@@ -64,6 +81,11 @@ class Conversation:
         if all(one.role != "assistant" for one in self.messages):
             raise RowError(path, "the conversation has no assistant turn, so nothing to train")
         return self
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """The images of all turns, in order."""
+        return [part for one in self.messages for part in one.parts if isinstance(part, ImagePart)]
 
     def content_bytes(self) -> bytes:
         """What makes two conversations the same. Raises `RowError` for half a surrogate pair, which JSON can hold."""
@@ -96,24 +118,56 @@ def describe(value: Any) -> str:
 
 def text_of(value: Any, path: str) -> str:
     """A text, or a list of `{type: text, text: …}` parts, whose texts are joined as they are."""
+    text, parts = content_of(value, path)
+    if parts:
+        image = next(one for one in parts if isinstance(one, ImagePart))
+        raise RowError(image.path, "is an image, and only a turn of a conversation can hold one")
+    return text
+
+
+def content_of(value: Any, path: str) -> tuple[str, tuple[Part, ...]]:
+    """The text of a turn, with its parts if there are images among them."""
     if isinstance(value, str):
-        return value
+        return value, ()
     if not isinstance(value, (list, tuple)):
         raise RowError(path, f"{describe(value)}, not text")
-    parts: list[str] = []
-    for number, part in enumerate(value):
-        place = f"{path}[{number}]"
-        if not isinstance(part, Mapping):
-            raise RowError(place, f"{describe(part)}, not a part such as {{type: text, text: …}}")
-        if part.get("type") != "text":
-            raise RowError(f"{place}.type", f"is {part.get('type')!r}; only parts of type 'text' can be trained on")
-        for key, inner in part.items():
-            if key not in ("type", "text") and inner is not None:
-                raise RowError(f"{place}.{key}", "is unknown in a part of type 'text'")
+    parts = [_part(one, f"{path}[{number}]") for number, one in enumerate(value)]
+    texts = "".join(one for one in parts if isinstance(one, str))
+    return texts, tuple(parts) if any(isinstance(one, ImagePart) for one in parts) else ()
+
+
+# What a part of each type holds beside its type.
+_PART_KEYS: Mapping[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "image": ("image", "path", "url", "base64", "bytes"),
+    "image_url": ("image_url",),
+}
+
+
+def _part(part: Any, place: str) -> Part:
+    if not isinstance(part, Mapping):
+        raise RowError(place, f"{describe(part)}, not a part such as {{type: text, text: …}}")
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in _PART_KEYS:
+        raise RowError(f"{place}.type", f"is {kind!r}; parts of these types can be trained on: {', '.join(_PART_KEYS)}")
+    # Arrow gives every part the keys of all parts; those that a part lacks are null.
+    given = {key: inner for key, inner in part.items() if key != "type" and inner is not None}
+    for key in given:
+        if key not in _PART_KEYS[kind]:
+            raise RowError(f"{place}.{key}", f"is unknown in a part of type {kind!r}")
+    if kind == "text":
         if not isinstance(part.get("text"), str):
             raise RowError(f"{place}.text", f"{describe(part.get('text'))}, not text")
-        parts.append(part["text"])
-    return "".join(parts)
+        return str(part["text"])
+    if len(given) > 1:
+        raise RowError(place, f"gives its image in several ways: {', '.join(given)}")
+    if not given:
+        return ImagePart(None, place)
+    ((key, inner),) = given.items()
+    if key == "image_url":
+        inner = inner.get("url") if isinstance(inner, Mapping) else inner
+        return ImagePart({"url": inner}, f"{place}.{key}")
+    return ImagePart(inner if key == "image" else {key: inner}, f"{place}.{key}")
 
 
 def train_of(value: Any, path: str) -> bool | None:

@@ -12,11 +12,15 @@ import numpy as np
 from hp_core.data.chat.abilities import Abilities
 from hp_core.data.chat.conversation import Conversation, Message, RowError
 from hp_core.data.chat.formats import ConversationFormat
-from hp_core.data.chat.spans import Marked, Marker
+from hp_core.data.chat.spans import Marked, Marker, Span
 from hp_core.data.chat.template import ChatTemplate, ChatTokenizer, PlacedTokens
 from hp_core.data.chat.tokens import CutError, Cutter, covered
 from hp_core.data.columns import RowColumns
 from hp_core.data.fingerprint import document_hash, fingerprint
+from hp_core.data.images.placing import COLUMNS, ImageReader, PlacedImage, expanded
+from hp_core.data.images.protocol import ImageTokenizer
+from hp_core.data.images.references import ImageRules
+from hp_core.data.images.template import template_of_images
 from hp_core.data.protocols import Tokenizer, TrainableTokenizer
 from hp_core.data.records import Encoded, Fields, Row
 from hp_core.errors import ArgumentError, InputError
@@ -31,7 +35,8 @@ class ChatSettings:
     """What a recipe says of its conversations.
 
     `train_on` is every answer, the last one only, or everything. With `has_weights`, turns may have weights of their
-    own. `template`, `arguments` and `date` are as for `ChatTokenizer.chat_template`.
+    own. `template`, `arguments` and `date` are as for `ChatTokenizer.chat_template`. `images` says where images are,
+    for a tokenizer that takes them.
     """
 
     format: ConversationFormat
@@ -41,6 +46,7 @@ class ChatSettings:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     date: str | None = None
     numbers: RowColumns = field(default_factory=RowColumns)
+    images: ImageRules = field(default_factory=ImageRules)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class _Read:
     split_hash: int
     values: tuple[float, ...]
     path: str
+    images: tuple[PlacedImage, ...] = ()
+    places: tuple[Span, ...] = ()
 
 
 class ChatEncoder:
@@ -61,6 +69,10 @@ class ChatEncoder:
     def __init__(self, tokenizer: ChatTokenizer, template: ChatTemplate, settings: ChatSettings) -> None:
         """Raises `ArgumentError` for a template whose answers can't be told from the rest."""
         self.tokenizer = tokenizer
+        self._images: ImageReader | None = None
+        if isinstance(tokenizer, ImageTokenizer):
+            self._images = ImageReader(tokenizer, settings.images)
+            template = template_of_images(template, tokenizer.image_token)
         self.template = template
         self.settings = settings
         self._marker = Marker(template, tokenizer.stop_tokens)
@@ -95,13 +107,15 @@ class ChatEncoder:
             settings.has_weights,
             "columns",
             *settings.numbers.names,
+            *(() if self._images is None else ("images", *self._images.identity)),
         )
 
     @property
     def fields(self) -> Fields:
         """Those of the format and of the columns."""
         of_format = self.settings.format.fields
-        return Fields((*of_format.required, *self.settings.numbers.names), of_format.optional)
+        images = () if self._images is None else COLUMNS
+        return Fields((*of_format.required, *self.settings.numbers.names), (*of_format.optional, *images))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -117,6 +131,11 @@ class ChatEncoder:
     def has_weights(self) -> bool:
         """Whether turns may have weights."""
         return self.settings.has_weights
+
+    @property
+    def has_images(self) -> bool:
+        """Whether turns may have images."""
+        return self._images is not None
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | InputError]:
         """Each row as tokens with their mask, or what is wrong with it."""
@@ -135,11 +154,14 @@ class ChatEncoder:
 
     def _read(self, row: Row) -> _Read | InputError:
         try:
-            conversation = self.settings.format(row.fields)
+            conversation, images = self._placed(row)
             weights = turn_weights(conversation, self.settings)
-            content = row.group.encode() if row.group else conversation.content_bytes()
+            own = b"".join(one.digest.to_bytes(8, "little") for one in images)
+            content = row.group.encode() if row.group else conversation.content_bytes() + own
             marked = self._mark(conversation, weights)
             values = self.settings.numbers(row)
+            path = conversation.messages[-1].path
+            marked, places = self._expanded(marked, images, conversation)
         except RowError as error:
             return _at(row, error)
         except InputError as error:
@@ -147,8 +169,25 @@ class ChatEncoder:
         except RecursionError:
             return InputError(f"{row.location}: the row is nested too deep")
         everything = self.settings.train_on == "all"
-        path = conversation.messages[-1].path
-        return _Read(marked, weights, everything, document_hash(content), values, path)
+        return _Read(marked, weights, everything, document_hash(content), values, path, images, places)
+
+    def _placed(self, row: Row) -> tuple[Conversation, tuple[PlacedImage, ...]]:
+        """The conversation of a row, and its images."""
+        conversation = self.settings.format(row.fields)
+        if self._images is not None:
+            return self._images.placed(conversation, row.fields)
+        if conversation.images:
+            hint = "write `tokenizer: {name: processor, path: …}` and `trainer: vlm`"
+            raise RowError(conversation.images[0].path, f"is an image, which the tokenizer knows nothing of; {hint}")
+        return conversation, ()
+
+    def _expanded(
+        self, marked: Marked, images: Sequence[PlacedImage], conversation: Conversation
+    ) -> tuple[Marked, tuple[Span, ...]]:
+        """The text with what stands for the images in it."""
+        if self._images is None:
+            return marked, ()
+        return expanded(marked, images, self._images.tokenizer.image_token, conversation.messages[0].path)
 
     def _mark(self, conversation: Conversation, weights: Mapping[int, float]) -> Marked:
         """The text with the spans of the turns that are trained; where all are, of the answers and special turns."""
@@ -188,6 +227,7 @@ class ChatEncoder:
             trained=weights > 0,
             weights=weights if self.settings.has_weights else None,
             values=read.values,
+            images=() if self._images is None else self._images.encoded(tokens, read.images, read.places, read.path),
         )
 
     def _probe(self) -> None:

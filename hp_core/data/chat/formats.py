@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from hp_core.data.chat.conversation import (
@@ -12,7 +12,9 @@ from hp_core.data.chat.conversation import (
     ROLES,
     Conversation,
     Message,
+    Part,
     RowError,
+    content_of,
     describe,
     list_of,
     parsed,
@@ -122,17 +124,18 @@ class Turns(_Identified):
         value, place = turn.get(self.content), f"{path}.{self.content}"
         extras = self._extras(turn, path)
         content: str | None = None
+        parts: tuple[Part, ...] = ()
         if role == CALL:
             role, extras = "assistant", {**extras, "tool_calls": _written_calls(value, place)}
         elif value is not None:
-            content = text_of(value, place)
+            content, parts = content_of(value, place)
         elif role != "assistant" or "tool_calls" not in extras:
             raise RowError(place, "is null, not text" if self.content in turn else _missing(self.content, turn))
         if role != "assistant" and (wrong := next((one for one in _ANSWER_EXTRAS if one in extras), None)):
             raise RowError(f"{path}.{self.keys[wrong]}", f"stands in a turn of role {role!r}; only answers have it")
         train = train_of(self._value(turn, "train"), f"{path}.{self.keys.get('train')}")
         weight = weight_of(self._value(turn, "weight"), f"{path}.{self.keys.get('weight')}")
-        return Message(role, content, path, extras, train, weight)
+        return Message(role, content, path, extras, train, weight, parts)
 
     def _value(self, turn: Mapping[str, Any], name: str) -> Any:
         return turn.get(self.keys[name]) if name in self.keys else None
@@ -275,7 +278,7 @@ def _missing(name: str, turn: Mapping[str, Any]) -> str:
 
 def _untrained(message: Message) -> Message:
     train = False if message.train is None else message.train
-    return Message(message.role, message.content, message.path, message.extras, train, message.weight)
+    return replace(message, train=train)
 
 
 def _history(pairs: Any, path: str) -> list[Message]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,11 +99,16 @@ def slices_of(length: int, num_ranks: int, *, balanced: bool) -> list[torch.Tens
 
 
 def own_part(
-    model_inputs: Mapping[str, Any], loss_inputs: Mapping[str, Any], setup: DistributedSetup
+    model_inputs: Mapping[str, Any],
+    loss_inputs: Mapping[str, Any],
+    setup: DistributedSetup,
+    *,
+    whole: Container[str] = (),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A batch with this rank's part of every sequence; see `cut`."""
     group, rank = setup.cp_mesh.get_group(), setup.axis_rank("cp")
-    return cut(model_inputs, loss_inputs, rank=rank, group=group, balanced=setup.accelerator.cp_layout == "head_tail")
+    balanced = setup.accelerator.cp_layout == "head_tail"
+    return cut(model_inputs, loss_inputs, rank=rank, group=group, balanced=balanced, whole=whole)
 
 
 def cut(
@@ -113,6 +118,7 @@ def cut(
     rank: int,
     group: dist.ProcessGroup,
     balanced: bool,
+    whole: Container[str] = (),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A batch with the rank's part of every sequence; what has not the shape of the labels stays as it is.
 
@@ -125,14 +131,15 @@ def cut(
         rank: this rank's place in the group.
         group: the ranks that share the sequences.
         balanced: see `slices_of`.
+        whole: what of the model's inputs is padded alone, for a model that cuts its sequences itself.
     """
     shape = loss_inputs["labels"].shape
     num_ranks = group.size()
     unit = num_ranks * (2 if balanced else 1)
     padding = -shape[1] % unit
-    whole = padded(model_inputs, loss_inputs, padding)
+    longer = padded(model_inputs, loss_inputs, padding)
     parts = slices_of(shape[1] + padding, num_ranks, balanced=balanced)
-    documents = torch.cumsum(whole[0]["position_ids"] == 0, dim=1)
+    documents = torch.cumsum(longer[0]["position_ids"] == 0, dim=1)
     everywhere = torch.cat(parts)
     own = parts[rank]
     tiles = tuple(tiles_of(part, documents[:, part], TILE_SIZE) for part in parts)
@@ -140,9 +147,10 @@ def cut(
     padded_shape = (shape[0], shape[1] + padding)
     cut_model, cut_loss = (
         {name: value[:, own] if _is_by_token(value, padded_shape) else value for name, value in inputs.items()}
-        for inputs in whole
+        for inputs in longer
     )
-    return {**cut_model, SLICE: sequence_slice}, cut_loss
+    uncut = {name: value for name, value in longer[0].items() if name in whole}
+    return {**cut_model, **uncut, SLICE: sequence_slice}, cut_loss
 
 
 def padded(

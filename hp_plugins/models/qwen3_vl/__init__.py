@@ -1,0 +1,1 @@
+"""The Qwen3-VL family: the recipe that trains it."""

@@ -1,0 +1,1 @@
+"""The Qwen3-VL-MoE family: the recipe that trains it."""

@@ -1,0 +1,1 @@
+"""The family's recipe, `train.yaml`."""
