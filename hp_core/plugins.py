@@ -71,7 +71,7 @@ class Plugins:
     def of_each(self, hook: str) -> dict[str, Callable[..., Any]]:
         """Each plugin's own implementation of a hook, by `PluginRecord.key` in the recipe's order.
 
-        Of several files with one name, the second and later ones have their number behind it.
+        Of several files with one name, each has its content's hash behind it.
 
         Called with the hook's arguments by name; for hooks that concern each plugin by itself.
         """
@@ -85,8 +85,10 @@ class Plugins:
 
     def _key(self, index: int) -> str:
         key = self.records[index].key
-        number = 1 + sum(one.key == key for one in self.records[:index])
-        return key if number == 1 else f"{key} ({number})"
+        if sum(one.key == key for one in self.records) == 1:
+            return key
+        # Not by their order, which may change between runs.
+        return f"{key} ({(self.records[index].sha256 or '')[:12]})"
 
 
 class InstalledPlugins:
@@ -189,6 +191,21 @@ def provenance(plugins: Plugins, components_used: Iterable[Component]) -> dict[s
             for one in sorted(set(components_used))
         ],
     }
+
+
+def names_of(facts: Mapping[str, Any]) -> set[str]:
+    """What `provenance` tells, for comparing: plugins, components and targets with what tells their code apart."""
+
+    def owner(one: Mapping[str, Any]) -> str:
+        return f"{one['distribution']} {one['version']}" if one["distribution"] else f"sha256 {one['sha256']}"
+
+    def name(one: Mapping[str, Any]) -> str:
+        # Where a one-file plugin lies may differ between machines and runs, its text may not.
+        return str(one["name"]) if one["distribution"] else Path(one["source"]).name
+
+    plugins = {f"plugin {name(one)} ({owner(one)})" for one in facts["plugins"]}
+    plugins |= {f"{one['group']} {one['import_path']}" for one in facts.get("targets", ())}
+    return plugins | {f"{one['group']} {one['name']} ({owner(one)})" for one in facts["components"]}
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,25 @@ def test_a_process_ends_with_its_code_while_a_loose_thread_is_at_work():
     assert (done.returncode, done.stdout, done.stderr) == (75, "told at the end\n", "")
 
 
+_UPLOADS = """
+import threading, time
+from concurrent.futures import ThreadPoolExecutor
+from hp_core.threads import LooseThread, ended_with
+
+LooseThread(lambda: time.sleep(60), "reading").start()
+ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.5), print("uploaded by a pool")))
+threading.Thread(target=lambda: (time.sleep(1), print("uploaded"))).start()
+raise SystemExit(ended_with(75))
+"""
+
+
+def test_what_others_still_do_is_done_before():
+    done = subprocess.run(
+        [sys.executable, "-c", _UPLOADS], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (75, "uploaded by a pool\nuploaded\n", "")
+
+
 def test_it_goes_on_without_one():
     begun = threading.Event()
     thread = LooseThread(begun.set, "short")

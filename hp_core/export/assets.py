@@ -20,6 +20,7 @@ from hp_core.model.generation import refusal
 from hp_core.observe.run_directory import ASSETS
 
 FACTS = "export.json"
+_CONFIG = "config.json"
 REMOTE_CODE = "auto_map"
 REFUSED = "an export of the model would fail, as transformers refuses to save its generation configuration"
 GENERATION_HINT = "write do_sample: true in model.generation_config, or null for the value that is named"
@@ -93,6 +94,17 @@ class Assets:
             path = run_directory / ASSETS / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+
+    def changes(self, run_directory: Path) -> list[str]:
+        """In what the model's configuration is another than that which the run's directory has; a line, or none."""
+        path = run_directory / ASSETS / _CONFIG
+        if _CONFIG not in self.files or not path.is_file():
+            return []
+        before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(self.files[_CONFIG])
+        names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+        told = [f"{name} {before.get(name)} -> {now.get(name)}" for name in names if name != "transformers_version"]
+        note = "exports of earlier steps have the new one, too"
+        return [f"the model's configuration has changed: {', '.join(told)}; {note}"] if told else []
 
     def as_record(self) -> dict[str, Any]:
         """What the manifest says."""

@@ -37,7 +37,7 @@ from hp_core.export.writing import ShardWriter
 from hp_core.model.replacement.replacer import ModuleReplacer
 from hp_core.observe.run_directory import ASSETS, RECIPE_FILE, write_json
 from hp_core.parallel.sizes import ParallelSizes
-from hp_core.plugins import load_plugins
+from hp_core.plugins import Plugins, load_plugins, names_of, provenance
 from hp_core.training.defaults import DefaultHooks
 
 _CONFIG = "config.json"
@@ -171,6 +171,7 @@ def _transforms(facts: Facts, checkpoint: Checkpoint, home: Path, skeleton: PreT
     manifest = checkpoint.manifest()
     recipe = load_recipe(home / RECIPE_FILE)
     plugins = load_plugins(recipe.config.plugins, base_dir=home, defaults=(DefaultHooks(),))
+    _require_plugins(manifest, plugins)
     sizes = {axis: manifest["world"][axis] for axis in ParallelSizes().all}
     try:
         ModuleReplacer(recipe.config.plan_overrides, plugins.hook.replace_module).apply_alone(skeleton, sizes)
@@ -183,6 +184,16 @@ def _transforms(facts: Facts, checkpoint: Checkpoint, home: Path, skeleton: PreT
         hint = "install what the run was trained with, see versions and components in its manifest.json"
         raise InputError(Problem(f"{first}: replaced otherwise than when the run was trained", hint=hint))
     return found
+
+
+def _require_plugins(manifest: Mapping[str, Any], plugins: Plugins) -> None:
+    """Refuse plugins whose code isn't that of the run: they would convert the weights otherwise, unnoticed."""
+    before = names_of({"plugins": manifest["plugins"], "components": ()})
+    now = names_of(provenance(plugins, ()))
+    if before != now:
+        changed = ", ".join(sorted(before ^ now))
+        hint = "give the plugin the code that the run had"
+        raise InputError(Problem(f"the plugins are not those that the run was trained with: {changed}", hint=hint))
 
 
 def _require_same(stored: StoredModel, layout: DiskLayout, checkpoint: Checkpoint) -> None:

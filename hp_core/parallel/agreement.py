@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -14,6 +16,10 @@ from hp_core.parallel.environment import ProcessEnvironment
 
 if TYPE_CHECKING:
     from hp_core.parallel.setup import DistributedSetup
+
+
+# How long rank 0 waits for others to hear of what it is to end with.
+_HEARD = timedelta(seconds=30)
 
 
 def require_same_everywhere(what: str, value: Any, setup: DistributedSetup) -> None:
@@ -47,10 +53,16 @@ def require_same_recipes(digests: Mapping[str, str], environment: ProcessEnviron
     if environment.rank > 0:
         store.set(f"recipe_{environment.rank}", json.dumps(own))
         verdict = store.get("recipes").decode()
+        store.set(f"told_{environment.rank}", "")
     else:
-        others = (json.loads(store.get(f"recipe_{rank}")) for rank in range(1, environment.world_size))
+        ranks = range(1, environment.world_size)
+        others = [json.loads(store.get(f"recipe_{rank}")) for rank in ranks]
         verdict = next((text for rank, other in enumerate(others, 1) if (text := _unlike(own, rank, other))), "")
         store.set("recipes", verdict)
+        if verdict:
+            # The store may be this rank's, and gone with it.
+            with suppress(dist.DistError):
+                store.wait([f"told_{rank}" for rank in ranks], _HEARD)
     if verdict:
         raise InputError(verdict)
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,14 +133,20 @@ def require_close_rows(
         require(not odd, f"{how} only one of two runs logs {odd[:1]}; {hint}")
         # Counts first: where another number of tokens counts, the rest follows.
         for name in sorted(other, key=lambda one: ("tokens" not in one, "loss" not in one, one)):
-            same = _is_close(row[name], other[name], 0.0 if "tokens" in name else tolerance)
+            same = _is_close(row[name], other[name], 0.0 if "tokens" in name else tolerance, _largest(wanted, name))
             text = f"{how} {name!r} of step {other['step']} is {row[name]!r} instead of {other[name]!r}; {hint}"
             require(same, text)
 
 
-def _is_close(one: Any, other: Any, tolerance: float) -> bool:
+def _largest(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """The largest number of that name."""
+    return max((abs(row[name]) for row in rows if isinstance(row.get(name), float)), default=0.0)
+
+
+def _is_close(one: Any, other: Any, tolerance: float, largest: float) -> bool:
     if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
+        # Numbers that are small throughout are compared as strictly as others.
+        return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance * min(1.0, largest))
     return bool(one == other)
 
 

@@ -57,11 +57,13 @@ class Checkpointing:
         """Save, unless the run's directory has a checkpoint of this step. Every rank calls it."""
         step = self._run.state.step
         if step != self._saved_step:
-            self._saved_step = step
             with noting(lambda: f"saving after step {step}, rank {self._run.setup.rank}"):
                 # Announced before the next save can take its place.
                 self._announce(self._saver.finish())
-                self._announce(self._saver.start(self._contents()))
+                done = self._saver.start(self._contents())
+                # Not before: a signal's thread asks which step a finished save is of.
+                self._saved_step = step
+                self._announce(done)
 
     def complete(self, *, is_last: bool) -> None:
         """Save this step again if its checkpoint lacks the evaluation that it is judged by. Every rank calls it.

@@ -44,7 +44,7 @@ from hp_core.parallel.attempts import RUN_DIRECTORY
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.plan.planner import Planner
 from hp_core.parallel.setup import DistributedSetup, default_threads, distributed
-from hp_core.plugins import load_plugins, provenance
+from hp_core.plugins import load_plugins, names_of, provenance
 from hp_core.training.base import BaseTrainer
 from hp_core.training.beginning import Beginning
 from hp_core.training.defaults import DefaultHooks
@@ -97,7 +97,7 @@ def _train(
         setup = dataclasses.replace(setup, replacer=replacer, planner=planner)
         components = [target.component for target in config.targets() if target.component is not None]
         facts = {**provenance(plugins, components), "targets": _import_paths(config)}
-        require_same_everywhere("plugins and their versions", sorted(_names(facts)), setup)
+        require_same_everywhere("plugins and their versions", sorted(names_of(facts)), setup)
         kept = setup.attempts.recall(RUN_DIRECTORY)
         # An earlier attempt has cleared the directory, and what is there now is its own.
         overwrite = overwrite and kept is None
@@ -219,6 +219,8 @@ def _open_here(run: Run, beginning: Beginning) -> None:
     _require_room(run)
     run.setup.attempts.remember(RUN_DIRECTORY, str(directory.path.absolute()))
     (directory.path / RECIPE_FILE).write_text(resolved_yaml(_as_found_anywhere(run)), encoding="utf-8")
+    for line in run.assets.changes(directory.path) if directory.continues else ():
+        run.console.say(line)
     run.assets.write(directory.path)
     planner = run.setup.planner
     if planner is not None and planner.plan is not None:
@@ -251,7 +253,7 @@ def _check_plugins_of_checkpoint(directory: RunDirectory, facts: Mapping[str, An
     """
     if directory.checkpoint is None or allowed:
         return
-    before, now = (_names(side) for side in (directory.checkpoint.manifest(), facts))
+    before, now = (names_of(side) for side in (directory.checkpoint.manifest(), facts))
     if before != now:
         changes = [f"{one} is gone" for one in sorted(before - now)] + [f"{one} is new" for one in sorted(now - before)]
         raise InputError(
@@ -273,16 +275,3 @@ def _trusted_code(config: TrainerConfig) -> list[dict[str, Any]]:
         for one in config.targets()
         if one.arguments.get("trust_remote_code") is True
     ]
-
-
-def _names(facts: Mapping[str, Any]) -> set[str]:
-    def owner(one: Mapping[str, Any]) -> str:
-        return f"{one['distribution']} {one['version']}" if one["distribution"] else f"sha256 {one['sha256']}"
-
-    def name(one: Mapping[str, Any]) -> str:
-        # Where a one-file plugin lies may differ between machines and runs, its text may not.
-        return str(one["name"]) if one["distribution"] else Path(one["source"]).name
-
-    plugins = {f"plugin {name(one)} ({owner(one)})" for one in facts["plugins"]}
-    plugins |= {f"{one['group']} {one['import_path']}" for one in facts.get("targets", ())}
-    return plugins | {f"{one['group']} {one['name']} ({owner(one)})" for one in facts["components"]}

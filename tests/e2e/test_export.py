@@ -238,6 +238,13 @@ def test_a_plugin_of_the_command_line_is_part_of_the_run(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path / "elsewhere")
     export(Path("../run"), Path("out"))
     torch.testing.assert_close(reload(tmp_path / "elsewhere" / "out")[0], wanted, rtol=0, atol=1e-5)
+    # Other code would convert the weights otherwise.
+    plugin = tmp_path / "plugins" / "fusing.py"
+    plugin.write_text(FUSING + "\n# changed\n")
+    refused = hp_train_here("export", "../run", "--to", "other")
+    assert refused.returncode == 2
+    assert "the plugins are not those that the run was trained with: plugin fusing.py (sha256 " in refused.stderr
+    plugin.write_text(FUSING)
     # The written recipe goes on with the run, and has the same plugins.
     again = ("--output_dir=null", "--checkpoint.resume=../run", "--training.train_iters=4")
     done = hp_train_here(str(written), *again)

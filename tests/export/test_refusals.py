@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalL
 
 import hp_core.export.export as exporting
 from hp_core.errors import InputError, RunError
+from hp_core.export.assets import Assets
 from hp_core.export.check import checked_export
 from hp_core.export.export import export_checkpoint
 from hp_core.export.writing import as_bytes
@@ -341,3 +342,15 @@ def test_an_export_that_can_t_take_its_place_gives_the_earlier_one_back(run, tmp
         export_checkpoint(run, tmp_path / "out", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_another_configuration_is_told_before_it_takes_the_place_of_the_run_s(tmp_path: Path) -> None:
+    def assets(**config: Any) -> Assets:
+        return Assets(files={"config.json": json.dumps(config).encode()})
+
+    first = assets(n_head=2, transformers_version="5.0")
+    assert first.changes(tmp_path) == []
+    first.write(tmp_path)
+    assert assets(n_head=2, transformers_version="5.1").changes(tmp_path) == []
+    (line,) = assets(n_head=4, activation="relu").changes(tmp_path)
+    assert "has changed: activation None -> relu, n_head 2 -> 4;" in line

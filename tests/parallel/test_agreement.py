@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hp_core.config import load_recipe
+from hp_core.config.digest import digests
 from hp_core.errors import InputError
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.testing.ranks import run_ranks
@@ -45,6 +47,27 @@ def test_every_rank_is_told_what_differs_within_seconds(name: str, tmp_path: Pat
         assert "rank 1 (on " in text
         assert seconds < 30
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_hear_of_it_from_a_rank_that_ends_with_its_store(tmp_path: Path) -> None:
+    """As under Slurm, where rank 0 has the store; of four ranks the last has another recipe."""
+    for _ in range(3):
+        told = run_ranks(refused, 4, str(recipe(tmp_path)), ["--training.seed=9"], timeout=120)
+        assert len({text for text, _ in told}) == 1
+        assert told[0][0].endswith("are given different training")
+
+
+def test_a_plugin_s_place_is_a_machine_s_own_business(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "one.py").write_text("from hp_core import hookimpl\n")
+    found = [
+        digests(load_recipe(recipe(tmp_path), [f"--plugins=[{tmp_path / folder / 'one.py'}]"]).config)
+        for folder in ("a", "b")
+    ]
+    assert found[0] == found[1]
+    other = load_recipe(recipe(tmp_path), [f"--plugins=[{tmp_path / 'a' / 'two.py'}]"]).config
+    assert digests(other)["plugins"] != found[0]["plugins"]
 
 
 def test_where_a_rank_writes_is_its_own_business(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from hp_core import ArgumentError, InputError, Run, Target
+from hp_core.model.replacement.replacer import ModuleReplacer
 from hp_core.training.evaluation import evaluating
 from hp_core.training.state import random_state, restore_random_state
 from hp_dpo.data import CHOSEN, REJECTED
 from hp_plugins.models.causal_lm import causal_lm
+from hp_plugins.trainers.probes import check_isolation
 
 IGNORED = -100
 
@@ -45,10 +47,10 @@ class Reference:
         self._model, self._adapter = model, adapter
 
     @classmethod
-    def of(cls, run: Run, policy: nn.Module, path: str | None, trainer: Target) -> Reference:
+    def of(cls, run: Run, policy: nn.Module, path: str | None, trainer: Target, drawn: Mapping[str, Any]) -> Reference:
         """The model at `path`, else the policy without its adapter, else the policy before training.
 
-        Every rank calls it.
+        `drawn` is the state of the random streams that the policy was built from. Every rank calls it.
 
         Raises:
             InputError: it can't be built, or it is no fixed model with the policy's tokens.
@@ -60,9 +62,12 @@ class Reference:
                 raise InputError(trainer.problem("reference", message, "name a model, or train the adapter alone"))
             return reference
         random = random_state()
-        # What replaces modules, and what plans, is for the model that is trained.
+        # A plan and a replacer are for one model.
         setup = dataclasses.replace(run.setup, replacer=None, planner=None)
         if path is None:
+            restore_random_state(drawn)
+            replacer = ModuleReplacer(run.config.plan_overrides, run.plugins.hook.replace_module)
+            setup = dataclasses.replace(setup, replacer=replacer)
             built = run.plugins.hook.build_model(
                 config=run.config,
                 distributed_setup=setup,
@@ -82,6 +87,17 @@ class Reference:
             message = f"{path!r} has a vocabulary of {found}, the policy one of {wanted}"
             raise InputError(trainer.problem("reference", message, "a model with the policy's tokenizer is needed"))
         return cls(built.requires_grad_(False).eval())
+
+    def require_isolation(self, device: torch.device, trainer: Target) -> None:
+        """Refuse a model that lets one answer of a pair see the other. Every rank calls it.
+
+        Raises:
+            InputError: it does.
+        """
+        try:
+            check_isolation(self._model, device)
+        except InputError as error:
+            raise InputError(trainer.problem("reference", error.problems[0].message)) from error
 
     def log_probs(self, model_inputs: Mapping[str, Any], loss_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The log-probabilities of both answers of each pair, `[pairs, 2]`. Every rank calls it."""

@@ -12,6 +12,7 @@ from hp_core import BaseTrainer, InputError, Problem, Tokenizer, TrainerConfig
 from hp_core.training.accounting import MicroBatch
 from hp_core.training.evaluation import Evaluation
 from hp_core.training.startup import told_of_the_loss
+from hp_core.training.state import random_state
 from hp_dpo.loss import PairLogProbs
 from hp_dpo.reference import Reference, answer_log_probs
 from hp_plugins.collators.rows import rows
@@ -47,8 +48,9 @@ class DpoTrainer(BaseTrainer):
             raise InputError(Problem(message, path="dataloader.collate_fn", hint="remove it"))
 
     def _build_model(self) -> None:
+        drawn = random_state()
         super()._build_model()
-        self.reference = Reference.of(self.run, self.model, self._path, self.config.trainer)
+        self.reference = Reference.of(self.run, self.model, self._path, self.config.trainer, drawn)
 
     def _build_loss(self) -> None:
         super()._build_loss()
@@ -76,6 +78,8 @@ class DpoTrainer(BaseTrainer):
             message = f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model's vocabulary only {size}"
             raise InputError(Problem(message, path="model", hint="both must be of one kind"))
         check_isolation(self.model, self.setup.device)
+        if self._path is not None:
+            self.reference.require_isolation(self.setup.device, self.config.trainer)
 
     def _build_collate_fn(self) -> None:
         self.collate_fn = rows()

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hp_core import ArgumentError, DistributedSetup, InputError, shard_model
+from hp_core import ArgumentError, DistributedSetup, InputError, Problem, module_replacement, shard_model
 from hp_core.testing import tiny_model, trainer_checks
 from hp_core.testing.setups import tiny_setup
 from hp_dpo.data import preferences
@@ -309,7 +310,7 @@ def _gradients(environment):
     with tiny_setup(environment) as setup:
         policy = lora_policy(distributed_setup=setup)
         base = tiny_model("llama", vocab_size=257).eval()
-        reference = Reference.of(SimpleNamespace(setup=setup), policy, None, None)
+        reference = Reference.of(SimpleNamespace(setup=setup), policy, None, None, {})
         inputs = {"input_ids": torch.arange(12).view(2, 6), "use_cache": False}
         labels = torch.tensor([[1, 2, -100, 4, 5, -100]] * 2)
         pairs = {"labels": labels, "answers": torch.tensor([[1, 1, 0, 2, 2, 0]] * 2)}
@@ -387,4 +388,54 @@ def test_a_reference_that_would_move_is_refused():
     trainer = SimpleNamespace(problem=lambda path, message, hint: f"trainer.{path}: {message}; {hint}")
     run = SimpleNamespace(setup=SimpleNamespace(device=torch.device("cpu")))
     with pytest.raises(InputError, match="what is trained is more than the adapter"):
-        Reference.of(run, PartlyFrozen(), None, trainer)
+        Reference.of(run, PartlyFrozen(), None, trainer, {})
+
+
+class HalvedMLP(torch.nn.Module):
+    """Computes something else than the MLP that it replaces."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, x):
+        return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x)) / 2
+
+
+@module_replacement
+def halved(module, module_fqn, context) -> torch.nn.Module:
+    return HalvedMLP(module)
+
+
+def drawn_policy(*, distributed_setup: DistributedSetup) -> torch.nn.Module:
+    """Its weights come from the global random stream."""
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    shard_model(model, distributed_setup)
+    return model
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"plan_overrides=[{{match: '*.mlp', replace_module: {{_target_: {__name__}.halved}}}}]",
+        f"model={{_target_: {__name__}.drawn_policy}}",
+    ],
+    ids=["replaced", "drawn"],
+)
+def test_the_default_reference_is_the_policy_before_its_first_step(hp_run, override):
+    run = hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", override)
+    assert run.losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert run.losses[-1] < run.losses[0]
+
+
+def test_a_reference_in_which_answers_see_each_other_is_refused(monkeypatch):
+    def leaks(model, device):
+        raise InputError(Problem("does not keep packed documents apart", path="model"))
+
+    monkeypatch.setattr("hp_dpo.reference.check_isolation", leaks)
+    trainer = SimpleNamespace(problem=lambda path, message: f"trainer.{path}: {message}")
+    with pytest.raises(InputError, match=r"trainer.reference: does not keep packed documents apart"):
+        Reference(tiny_model("llama")).require_isolation(torch.device("cpu"), trainer)
