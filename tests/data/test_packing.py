@@ -137,6 +137,8 @@ def test_a_last_row_of_one_token_without_target_is_left_out_and_counted() -> Non
         "cut_tokens": 0,
         "split_documents": 0,
         "faulty_rows": 0,
+        "images": 0,
+        "cut_images": 0,
         "fill": 1.0,
     }
 

@@ -129,6 +129,8 @@ class Turns(_Identified):
             role, extras = "assistant", {**extras, "tool_calls": _written_calls(value, place)}
         elif value is not None:
             content, parts = content_of(value, place)
+            if parts and role == "assistant":
+                raise RowError(place, "an answer can't hold an image")
         elif role != "assistant" or "tool_calls" not in extras:
             raise RowError(place, "is null, not text" if self.content in turn else _missing(self.content, turn))
         if role != "assistant" and (wrong := next((one for one in _ANSWER_EXTRAS if one in extras), None)):

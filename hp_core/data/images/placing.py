@@ -97,8 +97,6 @@ class ImageReader:
         return conversation, tuple(found)
 
     def _refuse(self, message: Message) -> None:
-        if message.role == "assistant" and message.parts:
-            raise RowError(f"{message.path}.content", "an answer can't hold an image")
         if self.tokenizer.image_token in (message.content or ""):
             token = self.tokenizer.image_token
             raise RowError(f"{message.path}.content", f"its text spells {token!r}, which stands for an image")
