@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from hp_core.entry_points import describe
 from hp_core.errors import InputError, Problem
 from hp_core.export.adapter import Adapters
+from hp_core.model.generation import FILE as GENERATION_FILE
 from hp_core.model.generation import refusal
 from hp_core.observe.run_directory import ASSETS
 
@@ -88,13 +89,6 @@ class Assets:
     files: Mapping[str, bytes] = field(default_factory=dict)
     has_tokenizer: bool = False
 
-    def write(self, run_directory: Path) -> None:
-        """Put the files in the run's directory."""
-        for name, content in self.files.items():
-            path = run_directory / ASSETS / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-
     def changes(self, run_directory: Path) -> list[str]:
         """In what the model's configuration is another than that which the run's directory has; a line, or none."""
         path = run_directory / ASSETS / _CONFIG
@@ -103,7 +97,7 @@ class Assets:
         before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(self.files[_CONFIG])
         names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
         told = [f"{name} {before.get(name)} -> {now.get(name)}" for name in names if name != "transformers_version"]
-        note = "exports of earlier steps have the new one, too"
+        note = "exports of earlier steps keep theirs"
         return [f"the model's configuration has changed: {', '.join(told)}; {note}"] if told else []
 
     def as_record(self) -> dict[str, Any]:
@@ -125,6 +119,7 @@ def assets_of(skeleton: PreTrainedModel, generation: GenerationConfig | None, to
         if generation is not None:
             _save_generation_config(generation, directory)
         has_tokenizer = _save_tokenizer(tokenizer, directory)
+        _name_ends(directory)
         for file in ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
             _forget_remote_code(directory / file)
         (directory / FACTS).write_text(json.dumps(facts.as_dict(), indent=2) + "\n", encoding="utf-8")
@@ -175,6 +170,20 @@ def _save_tokenizer(tokenizer: Any, directory: Path) -> bool:
         load = lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False)  # noqa: E731
         _attempt(load, path, what, doing="load what was saved of")
     return True
+
+
+def _name_ends(directory: Path) -> None:
+    """Where the configurations name no first or last token, write those of the tokenizer beside them."""
+    if not (directory / "tokenizer_config.json").exists():
+        return
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    for path in (directory / _CONFIG, directory / GENERATION_FILE):
+        if path.exists():
+            values = json.loads(path.read_text(encoding="utf-8"))
+            for part in (values, *([values["text_config"]] if "text_config" in values else [])):
+                part.update({key: ends[key] for key in ends if part.get(key) is None and ends[key] is not None})
+            path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _attempt(action: Callable[[], Any], path: str, what: str, doing: str = "save") -> None:

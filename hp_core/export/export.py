@@ -33,9 +33,10 @@ from hp_core.errors import InputError, Problem, RunError
 from hp_core.export.assets import FACTS, Facts, with_dtype
 from hp_core.export.layout import DiskLayout, Transformed, skeleton_of, transformed
 from hp_core.export.reading import StoredModel
+from hp_core.export.settings import settings_of_step
 from hp_core.export.writing import ShardWriter
 from hp_core.model.replacement.replacer import ModuleReplacer
-from hp_core.observe.run_directory import ASSETS, RECIPE_FILE, write_json
+from hp_core.observe.run_directory import ASSETS, EARLIER, RECIPE_FILE, write_json
 from hp_core.parallel.sizes import ParallelSizes
 from hp_core.plugins import Plugins, load_plugins, names_of, provenance
 from hp_core.training.defaults import DefaultHooks
@@ -86,7 +87,8 @@ def export_checkpoint(
     """
     checkpoint, remarks = _checkpoint(run, step)
     home = checkpoint.path.absolute().parent.parent
-    assets = home / ASSETS
+    settings = settings_of_step(home, checkpoint.step)
+    assets = settings / ASSETS
     facts = _facts(checkpoint, assets)
     _refuse_used(directory, home, overwrite)
     stored = StoredModel(checkpoint.path)
@@ -95,7 +97,7 @@ def export_checkpoint(
     config = kind.config_class.from_pretrained(assets)
     master = getattr(torch, facts.master_dtype)
     target: torch.dtype = getattr(torch, dtype or facts.dtype)
-    transforms = _transforms(facts, checkpoint, home, skeleton_of(kind, config, master))
+    transforms = _transforms(facts, checkpoint, settings, skeleton_of(kind, config, master))
     layout = DiskLayout(skeleton_of(kind, config, master), transforms, facts.adapters, target)
     _require_same(stored, layout, checkpoint)
     units = layout.units(stored.tensors)
@@ -213,7 +215,7 @@ def _refuse_used(directory: Path, home: Path, overwrite: bool) -> None:
         raise InputError(Problem(f"--to {shown}: is a file", hint="name a directory"))
     place = directory.resolve()
     own = home.resolve()
-    of_run = (own / CHECKPOINTS, own / ASSETS)
+    of_run = (own / CHECKPOINTS, own / ASSETS, own / EARLIER)
     if place == own or place in own.parents or any(one in (place, *place.parents) for one in of_run):
         raise InputError(Problem(f"--to {shown}: holds the run itself", hint="name another directory"))
     if not directory.is_dir() or not any(directory.iterdir()):

@@ -58,7 +58,7 @@ def build_transformers_model(
         model_types=kind.families,
         kind=kind.title,
     )
-    generation = generation_config_of(pretrained, revision, generation_config or {})
+    generation = generation_config_of(pretrained, revision, generation_config or {}, settings)
     files = weight_files(pretrained, revision) if pretrained is not None else []
     model = _skeleton(kind, settings, attn_implementation, DTYPES[dtype], trust_remote_code)
     if generation is not None:

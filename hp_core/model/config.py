@@ -31,6 +31,9 @@ def model_config(
 ) -> PreTrainedConfig:
     """The configuration of `pretrained` with `values` on top, or one made from `values` alone; for model builders.
 
+    One made from `values` names a first and a last token only if they do: its class would give it those of the
+    vocabulary that the family was published with. An export takes those that are not named from the tokenizer.
+
     Args:
         values: what the recipe writes under the component's argument `config`.
         pretrained: a directory or hub id; None makes the configuration of the `model_type` in `values`.
@@ -63,9 +66,11 @@ def model_config(
     config_class = CONFIG_MAPPING[model_type]
     _refuse_unknown_keys(config_class, values)
     try:
-        return config_class(**values)
+        config = config_class(**values)
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ArgumentError(_guilty_path(error), _first_sentence(error)) from error
+    _forget_unnamed_tokens(config, values)
+    return config
 
 
 def _load_config(pretrained: str, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
@@ -81,6 +86,15 @@ def _load_config(pretrained: str, revision: str | None, trust_remote_code: bool)
         )
     except (OSError, ValueError) as error:
         raise ArgumentError("pretrained", f"can't read a model configuration from {pretrained!r}: {error}") from error
+
+
+def _forget_unnamed_tokens(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
+    text = config.get_text_config(decoder=True)
+    named = {*values, *(values.get("text_config") or {})}
+    for part in (config, text):
+        for key in ("bos_token_id", "eos_token_id"):
+            if key not in named and getattr(part, key, None) is not None:
+                _set(part, key, None)
 
 
 def _set(config: PreTrainedConfig, key: str, value: Any) -> None:

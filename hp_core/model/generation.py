@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from hp_core.errors import ArgumentError
 from hp_core.spelling import did_you_mean
@@ -15,9 +15,11 @@ FILE = "generation_config.json"
 
 
 def generation_config(
-    pretrained: str | None, revision: str | None, values: Mapping[str, Any]
+    pretrained: str | None, revision: str | None, values: Mapping[str, Any], model: PreTrainedConfig | None = None
 ) -> GenerationConfig | None:
-    """That of `pretrained` with `values` on top; None where there is neither, and the model's class decides.
+    """That of `pretrained`, or one made from the configuration `model`, with `values` on top.
+
+    None where there is neither a file nor a value, and the model's class decides.
 
     Raises:
         ArgumentError: an unknown key, or a file that can't be read.
@@ -30,7 +32,8 @@ def generation_config(
     stored = None if pretrained is None else _stored(pretrained, revision)
     if not values:
         return stored
-    config = stored or GenerationConfig()
+    config = stored or (GenerationConfig() if model is None else GenerationConfig.from_model_config(model))
+    config._from_model_config = False
     config.update(**values)
     return config
 

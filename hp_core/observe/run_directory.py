@@ -27,7 +27,9 @@ SAMPLES_FILE = "samples.jsonl"
 PLAN_FILE = "plan.json"
 # What an export of the model holds beside its weights.
 ASSETS = "assets"
-_RUN_FILES = (MANIFEST, METRICS_FILE, SAMPLES_FILE, PLAN_FILE, ASSETS, CHECKPOINTS)
+# The recipe and the assets of checkpoints that were made with others than the run's last.
+EARLIER = "earlier"
+_RUN_FILES = (MANIFEST, METRICS_FILE, SAMPLES_FILE, PLAN_FILE, ASSETS, EARLIER, CHECKPOINTS)
 
 
 @dataclass(frozen=True)

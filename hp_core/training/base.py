@@ -205,6 +205,9 @@ class BaseTrainer:
         """Take every step, evaluate and save where the recipe says, and finish."""
         run, state = self.run, self.run.state
         stops_early = self.last_step < self.num_steps
+        asked = self.config.training.train_iters
+        if asked is not None and state.step > asked:
+            run.console.say(f"training.train_iters is {asked}, and the run has taken {state.step} steps: none follows")
         if state.step >= self.last_step and (stops_early or run.manifest.get("finished") == state.step):
             reason = f"training.stop_after is {self.last_step}, and " if stops_early else ""
             run.console.say(f"nothing to do: {reason}the run has taken {state.step} of {self.num_steps} steps")

@@ -23,11 +23,11 @@ from hp_core.config.render import resolved_yaml
 from hp_core.entry_points import describe
 from hp_core.errors import HpError, InputError
 from hp_core.export.check import prepare_export
+from hp_core.export.settings import write_settings
 from hp_core.model.replacement.replacer import ModuleReplacer
 from hp_core.observe.console import Console
 from hp_core.observe.run_directory import (
     PLAN_FILE,
-    RECIPE_FILE,
     RunDirectory,
     clear,
     closed_to_others,
@@ -218,16 +218,15 @@ def _open_here(run: Run, beginning: Beginning) -> None:
             run.console.say(problem)
     _require_room(run)
     run.setup.attempts.remember(RUN_DIRECTORY, str(directory.path.absolute()))
-    (directory.path / RECIPE_FILE).write_text(resolved_yaml(_as_found_anywhere(run)), encoding="utf-8")
-    for line in run.assets.changes(directory.path) if directory.continues else ():
-        run.console.say(line)
-    run.assets.write(directory.path)
-    planner = run.setup.planner
-    if planner is not None and planner.plan is not None:
-        write_json(directory.path / PLAN_FILE, planner.plan.as_dict())
     resume_step = None
     if directory.continues:
         resume_step = directory.checkpoint.step if directory.checkpoint else 0
+    for line in run.assets.changes(directory.path) if directory.continues else ():
+        run.console.say(line)
+    write_settings(directory.path, resolved_yaml(_as_found_anywhere(run)), run.assets.files, resume_step or None)
+    planner = run.setup.planner
+    if planner is not None and planner.plan is not None:
+        write_json(directory.path / PLAN_FILE, planner.plan.as_dict())
     run.trackers += [JsonlTracker(directory.path, resume_step), *trackers]
     run.console.say(f"run directory: {directory.path}")
 

@@ -49,6 +49,19 @@ def test_a_learned_tokenizer_gives_the_ids_that_were_trained(texts: Path, tmp_pa
     assert len(ids) < len(text) / 2
     assert tokenizer.decode(ids) == text
     assert tokenizer.eos_token == "<|endoftext|>"
+    # The family's own vocabulary begins texts with 1 and ends them with 2.
+    config, generation = (json.loads((out / f"{name}.json").read_text()) for name in ("config", "generation_config"))
+    assert config["eos_token_id"] == generation["eos_token_id"] == tokenizer.eos_token_id == 0
+    assert config.get("bos_token_id") is generation.get("bos_token_id") is tokenizer.bos_token_id is None
+
+
+def test_tokens_that_the_recipe_names_end_texts(texts: Path, tmp_path: Path) -> None:
+    dataset = f"{{name: text, files: '{texts}/some/*.txt', max_seq_len: 32, tokenizer: {{name: bytes}}}}"
+    model = {"name": "causal_lm", "config": {**CONFIG, "eos_token_id": 7}, "generation_config": {"max_length": 99}}
+    out = run_and_export(tmp_path, json.dumps(model), dataset)
+    config, generation = (json.loads((out / f"{name}.json").read_text()) for name in ("config", "generation_config"))
+    assert config["eos_token_id"] == generation["eos_token_id"] == 7
+    assert generation["max_length"] == 99
 
 
 def test_the_chat_template_that_was_trained_is_the_export_s(texts: Path, tmp_path: Path) -> None:
