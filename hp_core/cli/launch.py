@@ -119,7 +119,7 @@ def _add_kubernetes(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         default=[],
         metavar="CLAIM:PATH",
-        help="a claim to mount at a path of the container",
+        help="a claim to mount at a path of the container; the output_dir has to be below one",
     )
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the container's environment"
