@@ -75,7 +75,16 @@ def test_kubernetes_gives_every_word_back(recipe, overrides, value):
         (["slurm", "--launch.nnodes=1:4"], "launch.nnodes: '1:4' leaves the number of machines open"),
         (["slurm", "--name", "a b"], "--name 'a b': expected letters, digits"),
         (["slurm", "--partition", "x\n#SBATCH --uid=0"], r"--partition 'x\n#SBATCH --uid=0': expected a word"),
-        (["slurm", "--time", "3 days"], "--time '3 days': expected minutes"),
+        (["slurm", "--time", "3 days"], "--time '3 days': expected MINUTES, MINUTES:SECONDS"),
+        (["slurm", "--time", "1:2:3:4"], "--time '1:2:3:4': expected MINUTES"),
+        (["slurm", "--time", "2-"], "'2-': expected MINUTES"),
+        (["slurm", "--time", "1-2-3"], "'1-2-3': expected MINUTES"),
+        (["slurm", "--time", "12h"], "; write --time 2-12:00:00 for two and a half days"),
+        (["slurm", "--time", "\u0661\u0662"], "expected MINUTES"),
+        (["slurm", "--time", "0:00"], "--time '0:00': is no time at all"),
+        (["slurm", "--time", "5:60"], "'5:60': 60 seconds are too many, at most 59; write --time 00:06:00"),
+        (["slurm", "--time", "1:90:00"], "'1:90:00': 90 minutes are too many, at most 59; write --time 02:30:00"),
+        (["slurm", "--time", "1-2:75"], "75 minutes are too many, at most 59; write --time 1-03:15:00"),
         (["slurm", "--time", "1:00", "--signal-before", "60"], "--signal-before 60: the job has 60 seconds in all"),
         (["slurm", "--time", "0-1", "--signal-before", "3600"], "the job has 3600 seconds in all"),
         (["slurm", "--signal-before", "0"], "--signal-before 0: expected at least 1"),
@@ -97,6 +106,8 @@ def test_kubernetes_gives_every_word_back(recipe, overrides, value):
         (["k8s", "--image", "i", "--restarts", "0", "--workdir", "w"], "--workdir 'w': expected an absolute path"),
         (["torchrun", "--nodes", "2"], "2 machines need a place to meet; give --rdzv-endpoint HOST:29500"),
         (["torchrun", "--rdzv-endpoint", "h"], "--rdzv-endpoint h: one machine meets nobody"),
+        (["torchrun", "--nodes", "2", "--rdzv-endpoint", "h:99999"], "'h:99999': 99999 is no port; write a number"),
+        (["torchrun", "--nodes", "2", "--rdzv-endpoint", "[::1]:0"], "'[::1]:0': 0 is no port; write a number"),
         (["torchrun", "--nodes", "2", "--rdzv-endpoint", "a:b:c"], "--rdzv-endpoint 'a:b:c': expected HOST"),
         (["pbs"], "invalid choice: 'pbs'"),
     ],
@@ -108,6 +119,16 @@ def test_what_can_t_work_is_refused(tmp_path, arguments, message):
     assert message in done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "time",
+    ["90", "90:00", "48:00:00", "2-12", "2-12:30", "2-12:30:59", "0-36", "UNLIMITED", "infinite"],
+)
+def test_a_time_goes_to_slurm_as_it_was_given(tmp_path, time):
+    done = hp_train_here("launch", "slurm", str(recipe(tmp_path)), "--time", time)
+    assert done.returncode == 0, done.stderr
+    assert f"#SBATCH --time={time}\n" in done.stdout
 
 
 def test_all_that_is_wrong_comes_at_once(tmp_path):
