@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -39,8 +40,13 @@ class Settings:
 
 
 def problems(job: Job, config: TrainerConfig, settings: Settings) -> Iterator[Problem]:
-    """Yield what keeps the manifest from working."""
+    """Yield what keeps the manifest from training this recipe, rather than any."""
     yield from contradictions(job, config)
+    yield from _unkept(job, config, settings)
+
+
+def faults(job: Job, settings: Settings) -> Iterator[Problem]:
+    """Yield what keeps the manifest from working, whatever the recipe says."""
     label = "a small letter, then small letters, digits and -"
     yield from fitting(job.name, "--name", _LABEL, label, "give --name")
     if len(job.name) > _LONGEST_NAME:
@@ -52,10 +58,8 @@ def problems(job: Job, config: TrainerConfig, settings: Settings) -> Iterator[Pr
         yield Problem("Kubernetes runs a container's image", hint="give --image, one that has hp-train in it")
     else:
         yield from fitting(settings.image, "--image", r"\S+", "an image's name without spaces")
-    misspelt = [one for volume in settings.volumes for one in fitting(volume, "--volume", _VOLUME, "CLAIM:/PATH")]
-    yield from misspelt
-    if not misspelt:
-        yield from _unkept(job, config, settings)
+    for volume in settings.volumes:
+        yield from fitting(volume, "--volume", _VOLUME, "CLAIM:/PATH")
     for variable in settings.env:
         yield from fitting(variable, "--env", r"(?s)(?!PET_)[A-Za-z_]\w*=.*", "NAME=VALUE, other than PET_…")
     yield from positive(settings.grace, "--grace")
@@ -67,10 +71,13 @@ def problems(job: Job, config: TrainerConfig, settings: Settings) -> Iterator[Pr
 
 def _unkept(job: Job, config: TrainerConfig, settings: Settings) -> Iterator[Problem]:
     """Yield a problem if the run writes beside the volumes, where what it writes goes with its pod."""
-    paths = [volume.partition(":")[2] for volume in settings.volumes]
     given = config.output_dir or _output_dir(job)
     whole = PurePosixPath(normpath(PurePosixPath(job.workdir) / given))
-    if not paths or not whole.is_absolute() or any(whole.is_relative_to(normpath(path)) for path in paths):
+    # What has another form is a fault of its own.
+    if not whole.is_absolute() or not all(re.fullmatch(_VOLUME, volume) for volume in settings.volumes):
+        return
+    paths = [volume.partition(":")[2] for volume in settings.volumes]
+    if not paths or any(whole.is_relative_to(normpath(path)) for path in paths):
         return
     starts = "" if given.startswith("/") else f" ({whole} in the container)"
     message = f"{given!r}{starts} is on no volume, and is gone with its pod: --volume mounts {', '.join(paths)}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hp_core.errors import EXIT_STOPPED, Problem
-from hp_core.jobs.job import Job, contradictions, fitting, positive, processes, resuming
+from hp_core.jobs.job import Job, fitting, positive, processes, resuming
 
 if TYPE_CHECKING:
     from hp_core.config.models import TrainerConfig
@@ -39,17 +39,16 @@ class Settings:
     setup: tuple[str, ...] = ()
 
 
-def problems(job: Job, config: TrainerConfig, settings: Settings) -> Iterator[Problem]:
-    """Yield what keeps the script from working."""
-    yield from contradictions(job, config)
+def faults(job: Job, settings: Settings) -> Iterator[Problem]:
+    """Yield what keeps the script from working, whatever the recipe says."""
     yield from fitting(job.name, "--name", r"[\w.+-]+", "letters, digits and . _ + -", "give --name")
     for option in ("partition", "account", "qos", "constraint"):
         yield from fitting(getattr(settings, option), f"--{option}", _WORD, "a word without spaces and quotes")
     yield from fitting(job.memory, "--memory", r"\d+[KMGT]?", "a number and K, M, G or T, such as 64G")
     yield from positive(settings.signal_before, "--signal-before")
-    faults = list(_faults_of_time(settings.time))
-    yield from faults
-    seconds = None if faults else _seconds(settings.time)
+    misread = list(_faults_of_time(settings.time))
+    yield from misread
+    seconds = None if misread else _seconds(settings.time)
     if seconds is not None and settings.signal_before >= seconds:
         message = f"--signal-before {settings.signal_before}: the job has {seconds} seconds in all"
         yield Problem(message, hint="ask for more --time, or be asked to stop later")

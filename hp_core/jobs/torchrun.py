@@ -18,14 +18,18 @@ _LARGEST_PORT = 65535
 _ENDPOINT = r"[^\s:]+(:[0-9]+)?|\[[0-9a-fA-F:]+\](:[0-9]+)?"
 
 
-def problems(job: Job, config: TrainerConfig, endpoint: str | None) -> Iterator[Problem]:
-    """Yield what keeps the line from working."""
-    yield from contradictions(job, config)
+def faults(endpoint: str | None) -> Iterator[Problem]:
+    """Yield what keeps the line from working, whatever the recipe says."""
     yield from fitting(endpoint, "--rdzv-endpoint", _ENDPOINT, "HOST or HOST:PORT")
     port = _port(endpoint)
     if port is not None and not 0 < port <= _LARGEST_PORT:
         message = f"--rdzv-endpoint {endpoint!r}: {port} is no port"
         yield Problem(message, hint=f"write a number from 1 to {_LARGEST_PORT}, or leave it out for {PORT}")
+
+
+def problems(job: Job, config: TrainerConfig, endpoint: str | None) -> Iterator[Problem]:
+    """Yield what keeps the line from training this recipe, rather than any."""
+    yield from contradictions(job, config)
     if job.nodes > 1 and endpoint is None:
         message = f"{job.nodes} machines need a place to meet"
         yield Problem(message, hint=f"give --rdzv-endpoint HOST:{PORT}, HOST being one of them")

@@ -131,10 +131,50 @@ def test_a_time_goes_to_slurm_as_it_was_given(tmp_path, time):
     assert f"#SBATCH --time={time}\n" in done.stdout
 
 
-def test_all_that_is_wrong_comes_at_once(tmp_path):
-    wrong = ("--name", "a b", "--time", "x", "--memory", "y", "--training.device=cpu", "--gpus", "1")
-    done = hp_train_here("launch", "slurm", str(recipe(tmp_path)), *wrong)
-    assert len(done.stderr.splitlines()) == 4
+NEEDS_TWO = "launch: {nnodes: '1:2', rdzv_endpoint: 'a:1'}\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "wrong", "messages"),
+    [
+        (
+            "slurm",
+            "",
+            ("--name", "a b", "--time", "x", "--memory", "y", "--training.device=cpu", "--gpus", "1"),
+            ("--name", "--memory", "--time", "--gpus 1: the recipe"),
+        ),
+        ("slurm", "", ("--nodes", "0", "--cpus", "0", "--time", "x"), ("--nodes 0", "--cpus 0", "--time 'x'")),
+        ("slurm", "", ("--nproc", "0", "--gpus", "-1", "--training.seed=x"), ("--nproc 0", "--gpus -1", "an integer")),
+        ("slurm", "", ("--nodes", "3", "--time", "x", "--training.global_batch_size=8"), ("--time", "8 rows can't")),
+        ("slurm", NEEDS_TWO, ("--time", "x"), ("--time", "leaves the number of machines open")),
+        (
+            "k8s",
+            "",
+            ("--image", "i i", "--volume", "c", "--restarts", "-1", "--training.train_itres=3"),
+            ("--image", "--volume", "--restarts -1", "unknown key"),
+        ),
+        (
+            "k8s",
+            "",
+            ("--volume", "c:/w", "--grace", "0", "--output_dir=/out", "--training.device=cuda", "--gpus", "0"),
+            ("a container's image", "--grace 0", "--gpus 0: the recipe", "is on no volume"),
+        ),
+        (
+            "torchrun",
+            "",
+            ("--nproc", "0", "--rdzv-endpoint", "h:0", "--plugin", "none_such"),
+            ("--nproc 0", "0 is no port", "one machine meets nobody", "none_such"),
+        ),
+    ],
+)
+def test_all_that_is_wrong_comes_at_once(tmp_path, kind, extra, wrong, messages):
+    done = hp_train_here("launch", kind, str(recipe(tmp_path, extra=extra)), *wrong)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(messages), done.stderr
+    for line, message in zip(lines, messages, strict=True):
+        assert message in line
 
 
 def test_a_path_to_start_from_is_fine_where_a_job_is_started_once(tmp_path):
