@@ -66,7 +66,7 @@ class Beginning:
 
     def _pick(self) -> RunDirectory:
         if self.kept is None:
-            require_apart(self.recipe, self.output_dir)
+            require_apart(self.recipe, self.output_dir, self.resume, overwrite=self.overwrite)
             return self._choice(self.output_dir, self.resume)
         directory = self._choice(self.kept, "latest")
         if directory.checkpoint is None and self.resume not in (None, "latest"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -35,6 +36,22 @@ def test_stop_and_go_equals_the_unbroken_run_bit_for_bit(tmp_path, nproc):
         rows = train(path, *SETTINGS, f"--training.stop_after={stop_after}", *resume, nproc=nproc, out=out)
     for name in ("step", "loss", "grad_norm", "lr", "tokens", "total_tokens", "samples", "epoch"):
         assert steps(rows, name) == steps(unbroken, name), name
+
+
+def test_what_is_told_of_a_run_s_own_recipe_goes_on_with_it(tmp_path, monkeypatch):
+    path = recipe(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "it's one"
+    done = hp_train_here(str(path), f"--output_dir={out}", "--training.train_iters=2", "--training.stop_after=1")
+    assert done.returncode == 0, done.stderr
+    refused = hp_train_here(str(out / "recipe.yaml"), "--checkpoint.resume=latest")
+    assert refused.returncode == 2
+    copied, command = refused.stderr.partition("go on by a copy of it: ")[2].split(" && ")
+    _, source, target = shlex.split(copied)
+    shutil.copy(source, target)
+    again = hp_train_here(*shlex.split(command)[1:], "--training.stop_after=null")
+    assert again.returncode == 0, again.stderr
+    assert steps(read_metrics(out), "step") == [1, 2]
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

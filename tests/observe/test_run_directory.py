@@ -109,6 +109,38 @@ def test_the_recipe_s_own_folder_is_refused(tmp_path):
         require_apart(recipe, other)
 
 
+@pytest.mark.parametrize(
+    ("resume", "overwrite", "hint"),
+    [
+        (None, False, "run it again elsewhere: --output_dir=one-2"),
+        (
+            "latest",
+            False,
+            "go on by a copy of it: cp one/recipe.yaml one.yaml && "
+            "hp-train one.yaml --output_dir=one --checkpoint.resume=latest",
+        ),
+        (
+            None,
+            True,
+            "replace the run by a copy of it: cp one/recipe.yaml one.yaml && "
+            "hp-train one.yaml --output_dir=one --overwrite",
+        ),
+    ],
+)
+def test_what_works_with_a_run_s_own_recipe_is_told(tmp_path, monkeypatch, resume, overwrite, hint):
+    monkeypatch.chdir(tmp_path)
+    Path("one").mkdir()
+    for name in ("recipe.yaml", "metrics.jsonl"):
+        (Path("one") / name).touch()
+    with pytest.raises(InputError) as raised:
+        require_apart(Path("one/recipe.yaml"), "one", resume, overwrite=overwrite)
+    assert raised.value.problems[0].hint == hint
+    Path("one.yaml").touch()
+    Path("one-2").touch()
+    with pytest.raises(InputError, match=r"one-2\.yaml|one-3"):
+        require_apart(Path("one/recipe.yaml"), "one", resume, overwrite=overwrite)
+
+
 # A directory that is there already.
 
 
