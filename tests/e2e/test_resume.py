@@ -153,7 +153,7 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path):
     (newest / ".metadata").unlink()
     done = hp_train_here(str(path), "--checkpoint.save_every=2", "--checkpoint.resume=latest")
     assert done.returncode == 0, done.stderr
-    assert f"passed over {newest}: incomplete" in done.stdout
+    assert f"passed over {newest}: incomplete: .metadata is missing" in done.stdout
     assert "(step 4)" in done.stdout
     assert steps(read_metrics(tmp_path / "run")) == steps(unbroken)
 
