@@ -188,6 +188,16 @@ def test_what_does_not_fit_is_refused(tmp_path, changes, message):
     assert "InputError" in str(caught.value)
 
 
+@pytest.mark.parametrize("optimizer", ["{name: sgd, lr: 0.1}", "{_target_: tests.e2e.parts.stray_optimizer, lr: 0.1}"])
+def test_nothing_is_said_to_help_where_the_optimizer_is_another(tmp_path, optimizer):
+    path = recipe(tmp_path)
+    train(path, "--training.stop_after=2")
+    done = hp_train_here(str(path), "--checkpoint.resume=latest", f"--optimizer={optimizer}")
+    assert done.returncode == 2
+    assert "allow_plugin_changes" not in done.stderr
+    assert done.stderr.rstrip().endswith("can't be carried over: write the one of before, adamw")
+
+
 def test_a_path_that_holds_no_checkpoint_is_refused(tmp_path):
     path = recipe(tmp_path)
     with pytest.raises(RankError, match="can't resume from '/nowhere': no such directory"):
@@ -214,7 +224,7 @@ def test_plugin_changes_can_be_allowed(tmp_path):
     )
     train(path, "--training.stop_after=2")
     again = ["--checkpoint.resume=latest", "--plugins=[./quiet.py]"]
-    with pytest.raises(RankError, match=r"plugin quiet\.py .* is new"):
+    with pytest.raises(RankError, match=r"plugin quiet\.py .* is new; --checkpoint.allow_plugin_changes=true goes on"):
         train(path, *again)
     rows = train(path, *again, "--checkpoint.allow_plugin_changes=true")
     assert steps(rows, "step") == [1, 2, 3, 4, 5, 6]
