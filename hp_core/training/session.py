@@ -47,7 +47,7 @@ from hp_core.parallel.plan.planner import Planner
 from hp_core.parallel.setup import DistributedSetup, default_threads, distributed
 from hp_core.plugins import load_plugins, names_of, provenance
 from hp_core.training.base import BaseTrainer
-from hp_core.training.beginning import Beginning
+from hp_core.training.beginning import Beginning, unheeded
 from hp_core.training.defaults import DefaultHooks
 from hp_core.training.protocols import parts_of
 from hp_core.training.run import Report, Run, on_main
@@ -106,7 +106,8 @@ def _train(
         directory = beginning.directory(setup)
         _check_plugins_of_checkpoint(directory, facts, config.checkpoint.allow_plugin_changes)
         console = Console(enabled=setup.environment.is_main)
-        for message in directory.messages:
+        note = unheeded(config.output_dir, directory, setup)
+        for message in (*directory.messages, *([note] if note is not None else [])):
             console.say(message)
         run = Run(recipe, plugins, setup, directory, console, _manifest(recipe, setup, facts, directory, command))
         with ExitStack() as at_end:
