@@ -20,7 +20,7 @@ from hp_core.export.check import checked_export
 from hp_core.export.export import export_checkpoint
 from hp_core.export.writing import as_bytes
 from hp_core.training.beginning import Beginning
-from tests.e2e.runs import hp_train_here, manifest, recipe
+from tests.e2e.runs import hp_train, hp_train_here, manifest, recipe
 from tests.model.tiny import LLAMA, LLAMA_TIED, a_setup, build
 
 BUILDERS = """\
@@ -301,6 +301,15 @@ def test_a_broken_checkpoint_is_refused(damage, run, tmp_path):
         export_checkpoint(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "ran").exists()
+
+
+def test_overwrite_replaces_a_whole_export_as_its_help_says(run, tmp_path):
+    export_checkpoint(run, tmp_path / "out")
+    (tmp_path / "out" / "card.md").write_text("mine")
+    export_checkpoint(run, tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "card.md").exists()
+    told = " ".join(hp_train("export", "--help").stdout.split())
+    assert "all that is in its directory goes, also files that you have put there" in told
 
 
 @pytest.mark.parametrize("names", [(".metadata",), ("files.json",), (".metadata", "manifest.json")])
