@@ -138,8 +138,8 @@ def _checkpoint(run: Path, step: int | None) -> tuple[Checkpoint, tuple[str, ...
             there = [one.step for one in complete_checkpoints(run)]
             hint = f"there are steps {', '.join(map(str, there))}" if there else "it has none"
             message = f"--step {step}: no complete checkpoint of that step in {str(run)!r}"
-            found = f"; {path}: {incomplete(path)}" if is_step(path) else ""
-            raise InputError(Problem(message + found, hint=hint))
+            lacks = f"; {path}: {incomplete(path)}" if is_step(path) else ""
+            raise InputError(Problem(message + lacks, hint=hint))
         return _intact(checkpoint), ()
     found = search(run)
     if found.newest is None:
