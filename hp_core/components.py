@@ -24,6 +24,7 @@ class Group:
     runtime_arguments: tuple[str, ...] = ()
 
 
+OPTIMIZERS = "hp.optimizers"
 _MESHES = ("mesh", "tp_mesh", "cp_mesh", "ep_mesh")
 
 GROUPS: tuple[Group, ...] = (
@@ -33,7 +34,7 @@ GROUPS: tuple[Group, ...] = (
         ("distributed_setup", "peft_config", "activation_checkpoint", "activation_swap", "compile_config"),
     ),
     Group("hp.losses", "loss_fn"),
-    Group("hp.optimizers", "optimizer", ("model",)),
+    Group(OPTIMIZERS, "optimizer", ("model",)),
     Group("hp.lr_schedulers", "lr_scheduler", ("optimizer", "train_iters")),
     Group("hp.module_replacements", "plan_overrides.replace_module", ("module", "module_fqn", "context")),
     Group("hp.inner_wrappers", "plan_overrides.inner_wrapper", ("target_module", *_MESHES)),

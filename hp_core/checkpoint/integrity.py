@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from hp_core.checkpoint.layout import FILES, Checkpoint, own_file, read_json
+from hp_core.checkpoint.layout import FILES, Checkpoint, incomplete, own_file, read_json
 from hp_core.errors import InputError
 
 _CHUNK = 1 << 22
@@ -90,6 +90,8 @@ def records_of(checkpoint: Checkpoint) -> dict[str, FileRecord]:
     Raises:
         InputError: the list is not there, or can't be read.
     """
+    if not (checkpoint.path / FILES).exists():
+        raise InputError(incomplete(checkpoint.path))
     value = read_json(checkpoint.path, FILES)
     try:
         records = {str(name): FileRecord(int(one["size"]), str(one["xxh3"])) for name, one in value["files"].items()}
@@ -108,6 +110,8 @@ def problem_of(directory: Path, name: str, record: FileRecord) -> str | None:
         found = hash_of(path)
     except InputError as error:
         return str(error)
+    except FileNotFoundError:
+        return f"{name} is missing"
     except OSError as error:
         return f"{name} can't be read: {error.strerror}"
     return None if found == record.xxh3 else f"{name} is not what was written: another hash"

@@ -17,6 +17,7 @@ TRAINER_STATE = "trainer_state.json"
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 FILES = "files.json"
+_NEEDED = (METADATA, TRAINER_STATE, MANIFEST)
 # Since 2 a checkpoint has a list of its files, without which it is incomplete.
 FORMAT = 2
 
@@ -96,7 +97,7 @@ def search(run_directory: Path, broken: Mapping[Path, str] | None = None) -> Sea
         reason = (broken or {}).get(path)
         if checkpoint is not None and reason is None:
             return Search(checkpoint, tuple(passed_over))
-        passed_over.append(PassedOver(path, reason or "incomplete"))
+        passed_over.append(PassedOver(path, reason or incomplete(path)))
     return Search(None, tuple(passed_over))
 
 
@@ -137,6 +138,10 @@ def named(path: Path, broken: Mapping[Path, str] | None = None) -> Search:
         raise InputError(Problem(f"can't resume from {str(path)!r}: {reason}", path="checkpoint.resume", hint=hint))
     if checkpoint is not None:
         return Search(checkpoint, ())
+    if is_step(path):
+        hint = f"name an older one, or the run for its newest intact one: {path.parent.parent}"
+        message = f"can't resume from {str(path)!r}: {incomplete(path)}"
+        raise InputError(Problem(message, path="checkpoint.resume", hint=hint))
     found = search(path, broken)
     if found.newest is None:
         reason = "no such directory" if not path.is_dir() else "no complete checkpoint in it"
@@ -144,6 +149,20 @@ def named(path: Path, broken: Mapping[Path, str] | None = None) -> Search:
         hint = hint_of_run(path) or "name a run directory or a step_… directory in its checkpoints/, or write latest"
         raise InputError(Problem(f"can't resume from {str(path)!r}: {reasons}", path="checkpoint.resume", hint=hint))
     return found
+
+
+def is_step(path: Path) -> bool:
+    """Whether there is a directory that has a checkpoint's name, complete or not."""
+    return _FINAL.fullmatch(path.name) is not None and path.is_dir()
+
+
+def incomplete(path: Path) -> str:
+    """What a directory lacks that is no complete checkpoint: for whoever comes upon it, in the same words."""
+    if not is_step(path):
+        return "incomplete"  # writing was never finished, and what is there says nothing
+    missing = [name for name in _NEEDED if not (path / name).is_file()] or [FILES]
+    *first, last = missing
+    return f"incomplete: {', '.join(first)} and {last} are missing" if first else f"incomplete: {last} is missing"
 
 
 def hint_of_run(path: Path) -> str:
@@ -236,4 +255,4 @@ def _unfinished_replacement(path: Path) -> Checkpoint | None:
 
 
 def _has_all_files(path: Path) -> bool:
-    return all((path / name).is_file() for name in (METADATA, TRAINER_STATE, MANIFEST))
+    return all((path / name).is_file() for name in _NEEDED)

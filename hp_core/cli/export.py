@@ -29,7 +29,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="the largest file of weights (default 5GB)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an earlier export: all that is in its directory goes, also files that you have put there",
+    )
     parser.set_defaults(func=run)
 
 

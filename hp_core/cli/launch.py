@@ -6,13 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hp_core.cli.checked import checked_recipe
 from hp_core.errors import InputError, Problem
 from hp_core.jobs.job import (
     Job,
+    contradictions,
     default_name,
     number_of_gpus,
     number_of_nodes,
@@ -119,7 +120,7 @@ def _add_kubernetes(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         default=[],
         metavar="CLAIM:PATH",
-        help="a claim to mount at a path of the container",
+        help="a claim to mount at a path of the container; the output_dir has to be below one",
     )
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the container's environment"
@@ -158,63 +159,106 @@ def run(args: argparse.Namespace) -> int:
 def _slurm(args: argparse.Namespace) -> int:
     from hp_core.jobs import slurm
 
-    recipe, job = _job(args, args.workdir or os.getcwd(), resumes=not args.no_requeue)
     names = ("time", "partition", "account", "qos", "constraint", "signal_before")
     settings = slurm.Settings(**{name: getattr(args, name) for name in names}, setup=tuple(args.setup))
-    _require(recipe, job, slurm.problems(job, recipe.config, settings), slurm.added(job, recipe.config))
+    asked = _Asked.by(args, args.workdir or os.getcwd(), resumes=not args.no_requeue)
+    recipe, told = asked.recipe(slurm.faults(asked.job, settings))
+    job = asked.job_of(recipe)
+    _require(recipe, job, [*told, *contradictions(job, recipe.config)], slurm.added(job, recipe.config))
     return _print(slurm.script(job, recipe.config, settings), recipe, job)
 
 
 def _kubernetes(args: argparse.Namespace) -> int:
     from hp_core.jobs import kubernetes
 
-    recipe, job = _job(args, args.workdir, resumes=args.restarts > 0)
     names = ("image", "namespace", "grace", "restarts")
     settings = kubernetes.Settings(
         **{name: getattr(args, name) for name in names}, volumes=tuple(args.volume), env=tuple(args.env)
     )
-    _require(recipe, job, kubernetes.problems(job, recipe.config, settings), kubernetes.added(job, recipe.config))
+    asked = _Asked.by(args, args.workdir, resumes=args.restarts > 0)
+    recipe, told = asked.recipe(kubernetes.faults(asked.job, settings))
+    job = asked.job_of(recipe)
+    problems = kubernetes.problems(job, recipe.config, settings)
+    _require(recipe, job, [*told, *problems], kubernetes.added(job, recipe.config))
     return _print(kubernetes.manifest(job, recipe.config, settings), recipe, job)
 
 
 def _torchrun(args: argparse.Namespace) -> int:
     from hp_core.jobs import torchrun
 
-    recipe, job = _job(args, os.getcwd(), resumes=None)
+    asked = _Asked.by(args, os.getcwd(), resumes=None)
+    recipe, told = asked.recipe(torchrun.faults(args.rdzv_endpoint))
+    job = asked.job_of(recipe)
     problems = torchrun.problems(job, recipe.config, args.rdzv_endpoint)
-    _require(recipe, job, problems, torchrun.added(job, recipe.config))
+    _require(recipe, job, [*told, *problems], torchrun.added(job, recipe.config))
     return _print(torchrun.command_line(job, recipe.config, args.rdzv_endpoint), recipe, job)
 
 
-def _job(args: argparse.Namespace, workdir: str, resumes: bool | None) -> tuple[Recipe, Job]:
-    """The recipe, and the job with what the recipe says where the command line doesn't.
+@dataclass(frozen=True)
+class _Asked:
+    """What the command line says of a job: all of `job` that needs no recipe, and what is wrong with its numbers.
 
-    `resumes` is None where nothing but the recipe's `launch.max_restarts` starts the job again.
+    `nodes`, `nproc` and `gpus` are None where they are not given, or wrong. `resumes` is None where nothing but the
+    recipe's `launch.max_restarts` starts the job again.
     """
-    from hp_core.config.loader import examine
 
-    numbers = ("nodes", "nproc", "gpus", "cpus")
-    _refuse(one for name in numbers for one in positive(getattr(args, name, None), f"--{name}", int(name != "gpus")))
-    # How many processes the recipe has to fit is known only once it has been read, which may need what the job adds.
-    read = (examine(args.recipe, replaced(args.overrides, added)).recipe for added in _machines(args.nodes))
-    recipe = next(filter(None, read), None) or checked_recipe(args.recipe, args.overrides, args.plugin)
-    config = recipe.config
-    _refuse(open_number_of_nodes(args.nodes, config), recipe)
-    nproc = args.nproc or config.launch.nproc
-    job = Job(
-        recipe=args.recipe,
-        name=args.name or default_name(args.recipe),
-        nodes=number_of_nodes(args.nodes, config),
-        nproc=nproc,
-        workdir=workdir,
-        overrides=tuple(args.overrides),
-        plugins=tuple(args.plugin),
-        gpus=number_of_gpus(getattr(args, "gpus", None), nproc, config),
-        cpus=getattr(args, "cpus", None),
-        memory=getattr(args, "memory", None),
-        resumes=config.launch.max_restarts > 0 if resumes is None else resumes,
-    )
-    return recipe, job
+    job: Job
+    nodes: int | None
+    nproc: int | None
+    gpus: int | None
+    resumes: bool | None
+    faults: tuple[Problem, ...]
+
+    @classmethod
+    def by(cls, args: argparse.Namespace, workdir: str, *, resumes: bool | None) -> _Asked:
+        """What `args` ask for."""
+        given = {name: vars(args).get(name) for name in ("nodes", "nproc", "gpus", "cpus")}
+        found = {name: list(positive(one, f"--{name}", int(name != "gpus"))) for name, one in given.items()}
+        nodes, nproc, gpus, cpus = (None if found[name] else one for name, one in given.items())
+        job = Job(
+            recipe=args.recipe,
+            name=args.name or default_name(args.recipe),
+            nodes=nodes or 1,
+            nproc=nproc or 1,
+            workdir=workdir,
+            overrides=tuple(args.overrides),
+            plugins=tuple(args.plugin),
+            cpus=cpus,
+            memory=vars(args).get("memory"),
+            resumes=bool(resumes),
+        )
+        return cls(job, nodes, nproc, gpus, resumes, tuple(one for faults in found.values() for one in faults))
+
+    def recipe(self, faults: Iterable[Problem]) -> tuple[Recipe, list[Problem]]:
+        """The recipe, and what is wrong with the options, of which `faults` are some.
+
+        Raises:
+            InputError: nothing can be said of the job and its recipe together, which is wrong; with all that is.
+        """
+        from hp_core.config.loader import examine
+
+        told = [*self.faults, *faults]
+        # How many processes the recipe has to fit is known only once it is read, which may need what the job adds.
+        read = (examine(self.job.recipe, replaced(self.job.overrides, added)).recipe for added in _machines(self.nodes))
+        try:
+            recipe = next(filter(None, read), None) or checked_recipe(
+                self.job.recipe, self.job.overrides, self.job.plugins
+            )
+        except InputError as error:
+            raise InputError([*told, *error.problems]) from error
+        return recipe, [*told, *open_number_of_nodes(self.nodes, recipe.config)]
+
+    def job_of(self, recipe: Recipe) -> Job:
+        """The job, with what the recipe says where the command line doesn't."""
+        config = recipe.config
+        nproc = self.nproc or config.launch.nproc
+        return replace(
+            self.job,
+            nodes=number_of_nodes(self.nodes, config),
+            nproc=nproc,
+            gpus=number_of_gpus(self.gpus, nproc, config),
+            resumes=config.launch.max_restarts > 0 if self.resumes is None else self.resumes,
+        )
 
 
 def _machines(nodes: int | None) -> Iterator[dict[str, str]]:
@@ -227,17 +271,15 @@ def _machines(nodes: int | None) -> Iterator[dict[str, str]]:
 
 def _require(recipe: Recipe, job: Job, problems: Iterable[Problem], added: Mapping[str, str]) -> None:
     """Refuse what is wrong with the job, and with the recipe as the job will start it."""
-    _refuse(problems, recipe)
+    found = list(problems)
     values = {key: _SAMPLES[key] if "$" in value else value for key, value in added.items() if key != "output_dir"}
     kept = replace(job, overrides=tuple(one for one in job.overrides if not one.startswith("--output_dir=")))
-    checked_recipe(job.recipe, kept.overrides_with(values), job.plugins, job.nodes * job.nproc)
-
-
-def _refuse(problems: Iterable[Problem], recipe: Recipe | None = None) -> None:
-    found = tuple(problems)
+    try:
+        checked_recipe(job.recipe, kept.overrides_with(values), job.plugins, job.nodes * job.nproc)
+    except InputError as error:
+        found += error.problems
     if found:
-        error = InputError(found)
-        raise error if recipe is None else recipe.located(error)
+        raise recipe.located(InputError(found))
 
 
 def _print(text: str, recipe: Recipe, job: Job) -> int:

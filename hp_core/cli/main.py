@@ -18,8 +18,8 @@ Any recipe value can be given on the command line: --training.train_iters=10 --o
 --plugins='[my_plugin]'. The value is read as if it were written in the recipe.
 
 exit codes: 0 done, 1 the run failed, 2 the recipe, command line or plugins are wrong,
-75 stopped by SIGTERM, SIGUSR1 or Ctrl-C with a checkpoint to go on from, 130 interrupted before
-training began.
+75 stopped by SIGTERM, SIGUSR1 or Ctrl-C with a checkpoint to go on from. Before training begins,
+or by a second signal, the signal ends the run at once: 130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1.
 """
 
 

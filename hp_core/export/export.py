@@ -19,10 +19,13 @@ from transformers import PreTrainedModel
 from hp_core.checkpoint.integrity import problems_of, records_of
 from hp_core.checkpoint.layout import (
     CHECKPOINTS,
+    FILES,
     Checkpoint,
     as_checkpoint,
     complete_checkpoints,
     hint_of_run,
+    incomplete,
+    is_step,
     search,
     step_directory,
 )
@@ -45,6 +48,7 @@ _CONFIG = "config.json"
 # Only an export has it: a user's own model is never taken for one. It says nothing of when or where, so that exports of
 # equal weights are equal.
 _MARKER = "hp_export.json"
+_ANOTHER = "export another one with --step"
 
 
 @dataclass(frozen=True)
@@ -124,32 +128,40 @@ def _checkpoint(run: Path, step: int | None) -> tuple[Checkpoint, tuple[str, ...
         if step not in (None, checkpoint.step):
             raise InputError(Problem(f"--step {step}: {str(run)!r} is the checkpoint of step {checkpoint.step}"))
         return _intact(checkpoint), ()
+    if is_step(run.resolve()):
+        hint = f"export another one, of {run.resolve().parent.parent}"
+        raise InputError(Problem(f"{run}: {incomplete(run.resolve())}", hint=hint))
     if not run.is_dir():
         raise InputError(Problem(f"no such directory: {str(run)!r}", hint="name a run's directory"))
     if step is not None:
-        checkpoint = as_checkpoint(step_directory(run, step))
+        path = step_directory(run, step)
+        checkpoint = as_checkpoint(path)
         if checkpoint is None:
             there = [one.step for one in complete_checkpoints(run)]
             hint = f"there are steps {', '.join(map(str, there))}" if there else "it has none"
-            raise InputError(Problem(f"--step {step}: no complete checkpoint of that step in {str(run)!r}", hint=hint))
+            message = f"--step {step}: no complete checkpoint of that step in {str(run)!r}"
+            lacks = f"; {path}: {incomplete(path)}" if is_step(path) else ""
+            raise InputError(Problem(message + lacks, hint=hint))
         return _intact(checkpoint), ()
     found = search(run)
     if found.newest is None:
         hint = hint_of_run(run) or "name the directory of a run that has saved one"
-        raise InputError(Problem(f"no complete checkpoint in {str(run)!r}", hint=hint))
+        reasons = "; ".join((f"no complete checkpoint in {str(run)!r}", *map(str, found.passed_over)))
+        raise InputError(Problem(reasons, hint=hint))
     return _intact(found.newest), tuple(map(str, found.passed_over))
 
 
 def _intact(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint, whose files are as they were written as far as can be told."""
-    if checkpoint.is_listed:
+    if not checkpoint.is_listed:
+        problem = problem_of_shards(checkpoint.path)
+    elif not (checkpoint.path / FILES).exists():
+        raise InputError(Problem(f"{checkpoint.path}: {incomplete(checkpoint.path)}", hint=_ANOTHER))
+    else:
         records = records_of(checkpoint)
         problem = next(iter(problems_of(checkpoint.path, records, list(records))), None)
-    else:
-        problem = problem_of_shards(checkpoint.path)
     if problem is not None:
-        hint = "export another one with --step"
-        raise InputError(Problem(f"{checkpoint.path}: is not what was written: {problem}", hint=hint))
+        raise InputError(Problem(f"{checkpoint.path}: is not what was written: {problem}", hint=_ANOTHER))
     return checkpoint
 
 

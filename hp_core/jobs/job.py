@@ -68,8 +68,8 @@ def open_number_of_nodes(asked: int | None, config: TrainerConfig) -> Iterator[P
 
 
 def number_of_nodes(asked: int | None, config: TrainerConfig) -> int:
-    """The machines to ask a scheduler for."""
-    return asked if asked is not None else int(config.launch.nnodes)
+    """The machines to ask a scheduler for; the most that the recipe can use where it leaves that open."""
+    return asked if asked is not None else config.launch.max_nodes
 
 
 def number_of_gpus(asked: int | None, nproc: int, config: TrainerConfig) -> int:

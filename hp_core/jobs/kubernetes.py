@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import PurePosixPath
+from posixpath import normpath
 from typing import TYPE_CHECKING, Any
 
 from hp_core.errors import EXIT_USER_INPUT, Problem
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from hp_core.config.models import TrainerConfig
 
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
+_VOLUME = r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?:/[^:]*"
 _LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 # The pods' names, which are host names, add to it: NAME-node-0-999.
 _LONGEST_NAME = 50
@@ -36,8 +40,13 @@ class Settings:
 
 
 def problems(job: Job, config: TrainerConfig, settings: Settings) -> Iterator[Problem]:
-    """Yield what keeps the manifest from working."""
+    """Yield what keeps the manifest from training this recipe, rather than any."""
     yield from contradictions(job, config)
+    yield from _unkept(job, config, settings)
+
+
+def faults(job: Job, settings: Settings) -> Iterator[Problem]:
+    """Yield what keeps the manifest from working, whatever the recipe says."""
     label = "a small letter, then small letters, digits and -"
     yield from fitting(job.name, "--name", _LABEL, label, "give --name")
     if len(job.name) > _LONGEST_NAME:
@@ -50,7 +59,7 @@ def problems(job: Job, config: TrainerConfig, settings: Settings) -> Iterator[Pr
     else:
         yield from fitting(settings.image, "--image", r"\S+", "an image's name without spaces")
     for volume in settings.volumes:
-        yield from fitting(volume, "--volume", r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?:/[^:]*", "CLAIM:/PATH")
+        yield from fitting(volume, "--volume", _VOLUME, "CLAIM:/PATH")
     for variable in settings.env:
         yield from fitting(variable, "--env", r"(?s)(?!PET_)[A-Za-z_]\w*=.*", "NAME=VALUE, other than PET_…")
     yield from positive(settings.grace, "--grace")
@@ -58,6 +67,27 @@ def problems(job: Job, config: TrainerConfig, settings: Settings) -> Iterator[Pr
     if job.resumes and not settings.volumes:
         message = "a pod that is started again finds nothing of what it saved in its container"
         yield Problem(message, hint="give --volume CLAIM:/PATH for the output_dir, or --restarts 0")
+
+
+def _unkept(job: Job, config: TrainerConfig, settings: Settings) -> Iterator[Problem]:
+    """Yield a problem if the run writes beside the volumes, where what it writes goes with its pod."""
+    given = config.output_dir or _output_dir(job)
+    whole = PurePosixPath(normpath(PurePosixPath(job.workdir) / given))
+    # What has another form is a fault of its own.
+    if not whole.is_absolute() or not all(re.fullmatch(_VOLUME, volume) for volume in settings.volumes):
+        return
+    paths = [volume.partition(":")[2] for volume in settings.volumes]
+    if not paths or any(whole.is_relative_to(normpath(path)) for path in paths):
+        return
+    starts = "" if given.startswith("/") else f" ({whole} in the container)"
+    message = f"{given!r}{starts} is on no volume, and is gone with its pod: --volume mounts {', '.join(paths)}"
+    hint = f"write {PurePosixPath(paths[0]) / whole.name}, or give --volume CLAIM:{whole}"
+    yield Problem(message, path="output_dir", hint=hint)
+
+
+def _output_dir(job: Job) -> str:
+    """Where a run writes whose recipe doesn't say."""
+    return f"runs/{job.name}"
 
 
 def manifest(job: Job, config: TrainerConfig, settings: Settings) -> str:
@@ -125,7 +155,7 @@ def added(job: Job, config: TrainerConfig) -> dict[str, str]:
     """The recipe values that the manifest adds to the user's; some name variables that Kubeflow sets."""
     endpoint = "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
     meeting = processes(job, config, endpoint=endpoint, run_id=job.name, node_rank="$(PET_NODE_RANK)")
-    return resuming(job, config, f"runs/{job.name}") | meeting
+    return resuming(job, config, _output_dir(job)) | meeting
 
 
 def _train_job(job: Job, config: TrainerConfig, settings: Settings) -> dict[str, Any]:

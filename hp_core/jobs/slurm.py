@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hp_core.errors import EXIT_STOPPED, Problem
-from hp_core.jobs.job import Job, contradictions, fitting, positive, processes, resuming
+from hp_core.jobs.job import Job, fitting, positive, processes, resuming
 
 if TYPE_CHECKING:
     from hp_core.config.models import TrainerConfig
 
 # `#SBATCH` lines have a quoting of their own; no name or constraint needs it.
 _WORD = r"[\w.,:+@=/\[\]*&|()!%-]+"
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
+_TIMES = "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS"
 _UNLIMITED = ("UNLIMITED", "INFINITE")
+_SECONDS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
 @dataclass(frozen=True)
@@ -37,19 +39,17 @@ class Settings:
     setup: tuple[str, ...] = ()
 
 
-def problems(job: Job, config: TrainerConfig, settings: Settings) -> Iterator[Problem]:
-    """Yield what keeps the script from working."""
-    yield from contradictions(job, config)
+def faults(job: Job, settings: Settings) -> Iterator[Problem]:
+    """Yield what keeps the script from working, whatever the recipe says."""
     yield from fitting(job.name, "--name", r"[\w.+-]+", "letters, digits and . _ + -", "give --name")
     for option in ("partition", "account", "qos", "constraint"):
         yield from fitting(getattr(settings, option), f"--{option}", _WORD, "a word without spaces and quotes")
     yield from fitting(job.memory, "--memory", r"\d+[KMGT]?", "a number and K, M, G or T, such as 64G")
     yield from positive(settings.signal_before, "--signal-before")
-    seconds = _seconds(settings.time)
-    if seconds == 0:
-        expected = "minutes, H:M:S or DAYS-H:M:S, such as 2-12:00:00"
-        yield Problem(f"--time {settings.time!r}: expected {expected}")
-    elif seconds is not None and settings.signal_before >= seconds:
+    misread = list(_faults_of_time(settings.time))
+    yield from misread
+    seconds = None if misread else _seconds(settings.time)
+    if seconds is not None and settings.signal_before >= seconds:
         message = f"--signal-before {settings.signal_before}: the job has {seconds} seconds in all"
         yield Problem(message, hint="ask for more --time, or be asked to stop later")
 
@@ -167,15 +167,43 @@ exit "$code"
 """
 
 
-def _seconds(time: str | None) -> int | None:
-    """A time limit in seconds; None for none, 0 for one that Slurm can't read."""
+def _faults_of_time(time: str | None) -> Iterator[Problem]:
+    """Yield what Slurm would not read, or read as another time than it says."""
     if time is None or time.upper() in _UNLIMITED:
-        return None
+        return
+    if _TIME.fullmatch(time) is None:
+        yield Problem(f"--time {time!r}: expected {_TIMES}", hint="write --time 2-12:00:00 for two and a half days")
+        return
+    if _seconds(time) == 0:
+        yield Problem(f"--time {time!r}: is no time at all", hint="leave --time out for the cluster's limit")
+    # What comes first has no larger unit that it could be carried to. Jobs are asked for by hours of any number.
+    for unit, number in list(_parts(time).items())[1:]:
+        if unit != "hours" and number > 59:
+            hint = f"write --time {_formatted(_seconds(time) or 0)}"
+            yield Problem(f"--time {time!r}: {number} {unit} are too many, at most 59", hint=hint)
+
+
+def _formatted(seconds: int) -> str:
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{f'{days}-' if days else ''}{hours:02}:{minutes:02}:{seconds:02}"
+
+
+def _parts(time: str) -> dict[str, int]:
+    """What a time limit that Slurm can read says, by unit, the largest first."""
     match = _TIME.fullmatch(time)
-    if match is None:
-        return 0
-    days, *rest = (None if part is None else int(part) for part in match.groups())
+    assert match is not None
+    days, *rest = match.groups()
     given = [part for part in rest if part is not None]
     # Without days a lone number is minutes and a pair minutes and seconds; with them, hours come first.
-    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
-    return (days or 0) * 86400 + sum(part * unit for part, unit in zip(given, units, strict=False))
+    units = list(_SECONDS)[1 if days is not None or len(given) == 3 else 2 :]
+    first = {} if days is None else {"days": int(days)}
+    return first | {unit: int(part) for unit, part in zip(units, given, strict=False)}
+
+
+def _seconds(time: str | None) -> int | None:
+    """A time limit in seconds; None for none."""
+    if time is None or time.upper() in _UNLIMITED:
+        return None
+    return sum(number * _SECONDS[unit] for unit, number in _parts(time).items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -13,12 +14,22 @@ if TYPE_CHECKING:
     from hp_core.config.models import TrainerConfig
 
 PORT = 29500
+_LARGEST_PORT = 65535
+_ENDPOINT = r"[^\s:]+(:[0-9]+)?|\[[0-9a-fA-F:]+\](:[0-9]+)?"
+
+
+def faults(endpoint: str | None) -> Iterator[Problem]:
+    """Yield what keeps the line from working, whatever the recipe says."""
+    yield from fitting(endpoint, "--rdzv-endpoint", _ENDPOINT, "HOST or HOST:PORT")
+    port = _port(endpoint)
+    if port is not None and not 0 < port <= _LARGEST_PORT:
+        message = f"--rdzv-endpoint {endpoint!r}: {port} is no port"
+        yield Problem(message, hint=f"write a number from 1 to {_LARGEST_PORT}, or leave it out for {PORT}")
 
 
 def problems(job: Job, config: TrainerConfig, endpoint: str | None) -> Iterator[Problem]:
-    """Yield what keeps the line from working."""
+    """Yield what keeps the line from training this recipe, rather than any."""
     yield from contradictions(job, config)
-    yield from fitting(endpoint, "--rdzv-endpoint", r"[^\s:]+(:\d+)?|\[[0-9a-fA-F:]+\](:\d+)?", "HOST or HOST:PORT")
     if job.nodes > 1 and endpoint is None:
         message = f"{job.nodes} machines need a place to meet"
         yield Problem(message, hint=f"give --rdzv-endpoint HOST:{PORT}, HOST being one of them")
@@ -38,9 +49,14 @@ def command_line(job: Job, config: TrainerConfig, endpoint: str | None) -> str:
         words.append("--standalone")
     else:
         assert endpoint is not None
-        has_port = endpoint.rpartition(":")[2].isdigit() and not endpoint.endswith("]")
-        where = endpoint if has_port else f"{endpoint}:{PORT}"
+        where = f"{endpoint}:{PORT}" if _port(endpoint) is None else endpoint
         words += [f"--nnodes={job.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={where}", f"--rdzv-id={job.name}"]
     words.append(f"--nproc-per-node={job.nproc}")
     words += [f"--max-restarts={config.launch.max_restarts}"] if job.resumes else []
     return shlex.join([*words, "-m", "hp_core", *job.arguments(added(job, config))]) + "\n"
+
+
+def _port(endpoint: str | None) -> int | None:
+    """The port that an endpoint names; None if it names none, or is of no form that has one."""
+    match = re.fullmatch(r"(?:[^\s:]+|\[.*\]):([0-9]+)", endpoint or "")
+    return None if match is None else int(match.group(1))

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -87,7 +88,7 @@ def choose(
     return RunDirectory(fresh, reserved=output_dir is None)
 
 
-def require_apart(recipe: Path, output_dir: str | None) -> None:
+def require_apart(recipe: Path, output_dir: str | None, resume: str | None = None, *, overwrite: bool = False) -> None:
     """Refuse to write where the recipe is.
 
     Raises:
@@ -95,7 +96,27 @@ def require_apart(recipe: Path, output_dir: str | None) -> None:
     """
     if output_dir is not None and (Path(output_dir) / RECIPE_FILE).resolve() == recipe.resolve():
         message = "is the recipe's own folder, where the run's resolved recipe would replace it"
-        raise InputError(Problem(f"{output_dir!r} {message}", path="output_dir", hint="name another directory"))
+        hint = _instead(recipe, Path(output_dir), resume, overwrite)
+        raise InputError(Problem(f"{output_dir!r} {message}", path="output_dir", hint=hint))
+
+
+def _instead(recipe: Path, path: Path, resume: str | None, overwrite: bool) -> str:
+    """What does with a run's own recipe what was asked for; that of a folder without a run is any recipe."""
+    if not _holds_run(path):
+        return "name another directory"
+    if resume is None and not overwrite:
+        return f"run it again elsewhere: --output_dir={shlex.quote(str(_free(path)))}"
+    copy = shlex.quote(str(_free(Path(f"{run_name(recipe)}.yaml"))))
+    how = "--overwrite" if overwrite else shlex.quote(f"--checkpoint.resume={resume}")
+    what = "replace the run" if overwrite else "go on"
+    command = f"hp-train {copy} --output_dir={shlex.quote(str(path))} {how}"
+    return f"{what} by a copy of it: cp {shlex.quote(str(recipe))} {copy} && {command}"
+
+
+def _free(path: Path) -> Path:
+    """The path, or with a number what is not there yet."""
+    names = (path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
+    return next(one for one in names if not one.exists())
 
 
 def release(directory: RunDirectory) -> None:

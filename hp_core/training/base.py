@@ -28,6 +28,7 @@ from hp_core.training.feeding import SourceCounts, feed_of, keep_cursors
 from hp_core.training.in_stages import of_one_length
 from hp_core.training.loss import LossContract
 from hp_core.training.meter import Meter
+from hp_core.training.metric_names import require_measured
 from hp_core.training.persistence import contents_of, restore
 from hp_core.training.reading import StepReader, Stoppable
 from hp_core.training.run import Report, Run, data_facts, data_lines
@@ -134,6 +135,8 @@ class BaseTrainer:
         self.loss_fn, self.contract = checked_loss(built, self.run)
         with told_of_the_loss(f"{type(self.loss_fn).__name__} can't be bound to the model"):
             hook.bind_model(loss_fn=self.loss_fn, model=self.model, distributed_setup=self.setup)
+        counts_more = type(self).token_counts is not BaseTrainer.token_counts
+        require_measured(self.config.checkpoint.keep_best.metric, self.loss_fn, counts_more=counts_more)
 
     def _build_model_assets(self) -> None:
         """Build what turns raw data into model inputs: a tokenizer, a processor."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +13,7 @@ from hp_core.checkpoint.layout import Checkpoint, named
 from hp_core.checkpoint.verify import problem_with, remark_on
 from hp_core.errors import RunError
 from hp_core.observe.run_directory import RunDirectory, choose, release, require_apart
+from hp_core.parallel.agreement import gathered
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.run import on_main
 
@@ -66,7 +69,7 @@ class Beginning:
 
     def _pick(self) -> RunDirectory:
         if self.kept is None:
-            require_apart(self.recipe, self.output_dir)
+            require_apart(self.recipe, self.output_dir, self.resume, overwrite=self.overwrite)
             return self._choice(self.output_dir, self.resume)
         directory = self._choice(self.kept, "latest")
         if directory.checkpoint is None and self.resume not in (None, "latest"):
@@ -84,6 +87,20 @@ class Beginning:
             now=self.now,
             broken=self.broken,
         )
+
+
+def unheeded(output_dir: str | None, directory: RunDirectory, setup: DistributedSetup) -> str | None:
+    """What to tell of ranks that are given another directory than the main one, which decides. Every rank calls it."""
+    given = None if output_dir is None else os.path.abspath(output_dir)
+    by_rank = gathered((output_dir, given, socket.gethostname()), setup)
+    # The same relative path is meant to be the same, from wherever the machines start.
+    others = [(rank, *one) for rank, one in enumerate(by_rank) if one[0] not in (None, by_rank[0][0])]
+    unlike = [(rank, said, host) for rank, said, whole, host in others if whole != by_rank[0][1]]
+    if not unlike:
+        return None
+    rank, said, host = unlike[0]
+    own = f"all write to {str(directory.path)!r}, the directory of rank 0 (on {by_rank[0][2]})"
+    return f"output_dir: rank {rank} (on {host}) is given {said!r}, which is not heeded: {own}"
 
 
 def _own(directory: RunDirectory) -> Checkpoint | None:

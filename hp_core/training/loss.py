@@ -106,6 +106,13 @@ class HasStepTerms(Protocol):
 
 
 @runtime_checkable
+class NamesStepTerms(Protocol):
+    """A loss that says which terms `step_terms` can give, so that a metric's name can be checked before the first."""
+
+    step_term_names: Sequence[str]
+
+
+@runtime_checkable
 class HasTermsInStages(Protocol):
     """A loss with step terms of all stages of a pipeline, such as those of the routers in any layer.
 

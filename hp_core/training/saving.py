@@ -10,7 +10,8 @@ from typing import Any
 from typing_extensions import Self
 
 from hp_core.checkpoint.saver import Contents, Saver
-from hp_core.errors import InputError, Problem, noting
+from hp_core.errors import noting
+from hp_core.training.metric_names import unmeasured
 from hp_core.training.run import Run
 
 
@@ -101,14 +102,8 @@ class Checkpointing:
         metric = self._settings.keep_best.metric
         if metric is None or metric in row or "skipped" in row or metric.startswith("eval_") != (prefix == "eval_"):
             return
-        numbers = sorted(name for name, value in row.items() if isinstance(value, (int, float)) and name != "step")
-        raise InputError(
-            Problem(
-                f"no {metric!r} is measured",
-                path="checkpoint.keep_best.metric",
-                hint=f"what is: {', '.join(numbers)}",
-            )
-        )
+        numbers = [name for name, value in row.items() if isinstance(value, (int, float)) and name != "step"]
+        raise unmeasured(metric, numbers)
 
     def _announce(self, paths: list[Path]) -> None:
         for path in paths:

@@ -17,11 +17,12 @@ import torch
 from hp_core.checkpoint.retention import prune
 from hp_core.checkpoint.room import require_room
 from hp_core.checkpoint.tensors import model_tensors, optimizer_tensors
+from hp_core.components import OPTIMIZERS
 from hp_core.config import Recipe, TrainerConfig
 from hp_core.config.digest import digests
 from hp_core.config.render import resolved_yaml
 from hp_core.entry_points import describe
-from hp_core.errors import HpError, InputError
+from hp_core.errors import HpError, InputError, Problem
 from hp_core.export.check import prepare_export
 from hp_core.export.settings import write_settings
 from hp_core.model.replacement.replacer import ModuleReplacer
@@ -46,7 +47,7 @@ from hp_core.parallel.plan.planner import Planner
 from hp_core.parallel.setup import DistributedSetup, default_threads, distributed
 from hp_core.plugins import load_plugins, names_of, provenance
 from hp_core.training.base import BaseTrainer
-from hp_core.training.beginning import Beginning
+from hp_core.training.beginning import Beginning, unheeded
 from hp_core.training.defaults import DefaultHooks
 from hp_core.training.protocols import parts_of
 from hp_core.training.run import Report, Run, on_main
@@ -105,7 +106,8 @@ def _train(
         directory = beginning.directory(setup)
         _check_plugins_of_checkpoint(directory, facts, config.checkpoint.allow_plugin_changes)
         console = Console(enabled=setup.environment.is_main)
-        for message in directory.messages:
+        note = unheeded(config.output_dir, directory, setup)
+        for message in (*directory.messages, *([note] if note is not None else [])):
             console.say(message)
         run = Run(recipe, plugins, setup, directory, console, _manifest(recipe, setup, facts, directory, command))
         with ExitStack() as at_end:
@@ -255,10 +257,19 @@ def _check_plugins_of_checkpoint(directory: RunDirectory, facts: Mapping[str, An
     before, now = (names_of(side) for side in (directory.checkpoint.manifest(), facts))
     if before != now:
         changes = [f"{one} is gone" for one in sorted(before - now)] + [f"{one} is new" for one in sorted(now - before)]
-        raise InputError(
-            f"{directory.checkpoint.path}: made with other plugins or components: {'; '.join(changes)}; "
-            "--checkpoint.allow_plugin_changes=true goes on all the same"
-        )
+        message = f"{directory.checkpoint.path}: made with other plugins or components: {'; '.join(changes)}"
+        old, new = (_optimizers(side) for side in (directory.checkpoint.manifest(), facts))
+        hint = "--checkpoint.allow_plugin_changes=true goes on all the same"
+        if old != new:
+            # Its state is of no use to another, which is refused whatever else may change.
+            hint = f"the optimizer's state can't be carried over: write the one of before, {', '.join(sorted(old))}"
+        raise InputError(Problem(message, hint=hint))
+
+
+def _optimizers(facts: Mapping[str, Any]) -> set[str]:
+    """The optimizers that a recipe names, of whatever version."""
+    components = {str(one["name"]) for one in facts["components"] if one["group"] == OPTIMIZERS}
+    return components | {str(one["import_path"]) for one in facts.get("targets", ()) if one["group"] == OPTIMIZERS}
 
 
 def _import_paths(config: TrainerConfig) -> list[dict[str, str]]:

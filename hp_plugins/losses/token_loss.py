@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_plugins.losses.router import RouterLosses
+from hp_plugins.losses.router import BALANCE, Z_LOSS, RouterLosses
 from hp_plugins.losses.targets import Supervision
 
 
@@ -20,6 +20,7 @@ class TokenLoss(nn.Module):
 
     reduction = "sum"
     terms_in_stages = True
+    step_term_names = (BALANCE, Z_LOSS)
 
     def __init__(
         self, ignore_index: int, token_weights: str | None, router_balance: float | None, router_z_loss: float

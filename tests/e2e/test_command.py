@@ -354,3 +354,15 @@ def test_workers_end_with_their_launcher(tmp_path):
     launcher.stdout.read()
     launcher.stdout.close()
     assert hp_train_here(str(path), "--training.train_iters=2", "--overwrite").returncode == 0
+
+
+@pytest.mark.parametrize(("name", "code"), [("TERM", 143), ("USR1", 138)])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_code_of_a_run_that_is_ended_before_it_trains_is_the_documented_one(tmp_path, name, code, nproc):
+    command = f"{sys.executable} -m hp_core {recipe(tmp_path)} --nproc {nproc}"
+    # Long before anything is imported, and, with several processes, before any of them listens.
+    script = f"{command} & run=$!; sleep 0.3; kill -{name} $run; wait $run; echo $?"
+    done = captured(["bash", "-c", script])
+    assert done.stdout.split()[-1] == str(code), done.stderr
+    assert str(code) in hp_train("--help").stdout
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -35,6 +36,22 @@ def test_stop_and_go_equals_the_unbroken_run_bit_for_bit(tmp_path, nproc):
         rows = train(path, *SETTINGS, f"--training.stop_after={stop_after}", *resume, nproc=nproc, out=out)
     for name in ("step", "loss", "grad_norm", "lr", "tokens", "total_tokens", "samples", "epoch"):
         assert steps(rows, name) == steps(unbroken, name), name
+
+
+def test_what_is_told_of_a_run_s_own_recipe_goes_on_with_it(tmp_path, monkeypatch):
+    path = recipe(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "it's one"
+    done = hp_train_here(str(path), f"--output_dir={out}", "--training.train_iters=2", "--training.stop_after=1")
+    assert done.returncode == 0, done.stderr
+    refused = hp_train_here(str(out / "recipe.yaml"), "--checkpoint.resume=latest")
+    assert refused.returncode == 2
+    copied, command = refused.stderr.partition("go on by a copy of it: ")[2].split(" && ")
+    _, source, target = shlex.split(copied)
+    shutil.copy(source, target)
+    again = hp_train_here(*shlex.split(command)[1:], "--training.stop_after=null")
+    assert again.returncode == 0, again.stderr
+    assert steps(read_metrics(out), "step") == [1, 2]
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -136,7 +153,7 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path):
     (newest / ".metadata").unlink()
     done = hp_train_here(str(path), "--checkpoint.save_every=2", "--checkpoint.resume=latest")
     assert done.returncode == 0, done.stderr
-    assert f"passed over {newest}: incomplete" in done.stdout
+    assert f"passed over {newest}: incomplete: .metadata is missing" in done.stdout
     assert "(step 4)" in done.stdout
     assert steps(read_metrics(tmp_path / "run")) == steps(unbroken)
 
@@ -171,6 +188,16 @@ def test_what_does_not_fit_is_refused(tmp_path, changes, message):
     assert "InputError" in str(caught.value)
 
 
+@pytest.mark.parametrize("optimizer", ["{name: sgd, lr: 0.1}", "{_target_: tests.e2e.parts.stray_optimizer, lr: 0.1}"])
+def test_nothing_is_said_to_help_where_the_optimizer_is_another(tmp_path, optimizer):
+    path = recipe(tmp_path)
+    train(path, "--training.stop_after=2")
+    done = hp_train_here(str(path), "--checkpoint.resume=latest", f"--optimizer={optimizer}")
+    assert done.returncode == 2
+    assert "allow_plugin_changes" not in done.stderr
+    assert done.stderr.rstrip().endswith("can't be carried over: write the one of before, adamw")
+
+
 def test_a_path_that_holds_no_checkpoint_is_refused(tmp_path):
     path = recipe(tmp_path)
     with pytest.raises(RankError, match="can't resume from '/nowhere': no such directory"):
@@ -197,7 +224,7 @@ def test_plugin_changes_can_be_allowed(tmp_path):
     )
     train(path, "--training.stop_after=2")
     again = ["--checkpoint.resume=latest", "--plugins=[./quiet.py]"]
-    with pytest.raises(RankError, match=r"plugin quiet\.py .* is new"):
+    with pytest.raises(RankError, match=r"plugin quiet\.py .* is new; --checkpoint.allow_plugin_changes=true goes on"):
         train(path, *again)
     rows = train(path, *again, "--checkpoint.allow_plugin_changes=true")
     assert steps(rows, "step") == [1, 2, 3, 4, 5, 6]

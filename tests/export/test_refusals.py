@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from hp_core.export.check import checked_export
 from hp_core.export.export import export_checkpoint
 from hp_core.export.settings import write_settings
 from hp_core.export.writing import as_bytes
-from tests.e2e.runs import hp_train_here, manifest, recipe
+from hp_core.training.beginning import Beginning
+from tests.e2e.runs import hp_train, hp_train_here, manifest, recipe
 from tests.model.tiny import LLAMA, LLAMA_TIED, a_setup, build
 
 BUILDERS = """\
@@ -300,6 +302,41 @@ def test_a_broken_checkpoint_is_refused(damage, run, tmp_path):
         export_checkpoint(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "ran").exists()
+
+
+def test_overwrite_replaces_a_whole_export_as_its_help_says(run, tmp_path):
+    export_checkpoint(run, tmp_path / "out")
+    (tmp_path / "out" / "card.md").write_text("mine")
+    export_checkpoint(run, tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "card.md").exists()
+    told = " ".join(hp_train("export", "--help").stdout.split())
+    assert "all that is in its directory goes, also files that you have put there" in told
+
+
+@pytest.mark.parametrize("names", [(".metadata",), ("files.json",), (".metadata", "manifest.json")])
+@pytest.mark.parametrize("how", ["checkpoint", "step", "run"])
+def test_what_a_checkpoint_lacks_is_told_however_it_is_named(names, how, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    for number in (2, 4):
+        for name in names:
+            (tmp_path / "run" / "checkpoints" / f"step_0000000{number}" / name).unlink()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000004"
+    lacks = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
+    with pytest.raises(InputError) as raised:
+        export_checkpoint(
+            checkpoint if how == "checkpoint" else tmp_path / "run", tmp_path / "out", step=4 if how == "step" else None
+        )
+    assert f"{checkpoint}: incomplete: {lacks}" in str(raised.value)
+    with pytest.raises(InputError, match=f"step_00000004'?: incomplete: {re.escape(lacks)}"):
+        resumed_from(checkpoint)
+    assert not (tmp_path / "out").exists()
+
+
+def resumed_from(path: Path) -> None:
+    """As far as a run looks at a checkpoint that its recipe names."""
+    with a_setup() as setup:
+        beginning = Beginning(Path("tiny.yaml"), None, str(path), False, None)
+        beginning.directory(setup)
 
 
 def test_a_checkpoint_without_its_run_is_told_what_it_lacks(run, tmp_path):

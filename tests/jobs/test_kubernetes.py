@@ -136,13 +136,46 @@ def test_the_manifest_is_what_kubeflow_takes(tmp_path, monkeypatch):
     ]
 
 
+K8S = ("launch", "k8s")
+ASKED = ("--image", "i", "--volume", "data:/data", "--volume", "work:/work/")
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "workdir", "whole"),
+    [
+        ("null", "/workspace", "/workspace/runs/tiny"),
+        ("out", "/workspace", "/workspace/out"),
+        ("/out", "/data", "/out"),
+        ("../out", "/data", "/out"),
+        ("/database", "/data", "/database"),
+    ],
+)
+def test_a_run_beside_the_volumes_is_refused(tmp_path, output_dir, workdir, whole):
+    path = slow_recipe(tmp_path / "x")
+    done = hp_train_here(*K8S, str(path), *ASKED, f"--output_dir={output_dir}", "--workdir", workdir)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "output_dir: " in line
+    assert "is gone with its pod: --volume mounts /data, /work/; write /data/" in line
+    assert line.endswith(f"or give --volume CLAIM:{whole}")
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "workdir"),
+    [("null", "/data"), ("null", "/work/a"), ("/data", "/x"), ("/work/a/../b", "/x"), ("../data/x", "/x")],
+)
+def test_a_run_on_a_volume_is_fine(tmp_path, output_dir, workdir):
+    path = slow_recipe(tmp_path / "x")
+    printed(path, *ASKED, f"--output_dir={output_dir}", "--workdir", workdir)
+
+
 def test_kubectl_reads_the_manifest(tmp_path):
     """Its offline half, which knows names, kinds and YAML, but no definitions of a cluster."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("there is no kubectl here")
     (tmp_path / "kustomization.yaml").write_text("resources: [job.yaml]\n")
-    text = printed(slow_recipe(tmp_path / "x"), *FULL)
+    text = printed(slow_recipe(tmp_path / "x"), *FULL, "--output_dir=null")
     (tmp_path / "job.yaml").write_text(text)
     done = subprocess.run([kubectl, "kustomize", str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

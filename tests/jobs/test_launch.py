@@ -75,7 +75,16 @@ def test_kubernetes_gives_every_word_back(recipe, overrides, value):
         (["slurm", "--launch.nnodes=1:4"], "launch.nnodes: '1:4' leaves the number of machines open"),
         (["slurm", "--name", "a b"], "--name 'a b': expected letters, digits"),
         (["slurm", "--partition", "x\n#SBATCH --uid=0"], r"--partition 'x\n#SBATCH --uid=0': expected a word"),
-        (["slurm", "--time", "3 days"], "--time '3 days': expected minutes"),
+        (["slurm", "--time", "3 days"], "--time '3 days': expected MINUTES, MINUTES:SECONDS"),
+        (["slurm", "--time", "1:2:3:4"], "--time '1:2:3:4': expected MINUTES"),
+        (["slurm", "--time", "2-"], "'2-': expected MINUTES"),
+        (["slurm", "--time", "1-2-3"], "'1-2-3': expected MINUTES"),
+        (["slurm", "--time", "12h"], "; write --time 2-12:00:00 for two and a half days"),
+        (["slurm", "--time", "\u0661\u0662"], "expected MINUTES"),
+        (["slurm", "--time", "0:00"], "--time '0:00': is no time at all"),
+        (["slurm", "--time", "5:60"], "'5:60': 60 seconds are too many, at most 59; write --time 00:06:00"),
+        (["slurm", "--time", "1:90:00"], "'1:90:00': 90 minutes are too many, at most 59; write --time 02:30:00"),
+        (["slurm", "--time", "1-2:75"], "75 minutes are too many, at most 59; write --time 1-03:15:00"),
         (["slurm", "--time", "1:00", "--signal-before", "60"], "--signal-before 60: the job has 60 seconds in all"),
         (["slurm", "--time", "0-1", "--signal-before", "3600"], "the job has 3600 seconds in all"),
         (["slurm", "--signal-before", "0"], "--signal-before 0: expected at least 1"),
@@ -97,6 +106,8 @@ def test_kubernetes_gives_every_word_back(recipe, overrides, value):
         (["k8s", "--image", "i", "--restarts", "0", "--workdir", "w"], "--workdir 'w': expected an absolute path"),
         (["torchrun", "--nodes", "2"], "2 machines need a place to meet; give --rdzv-endpoint HOST:29500"),
         (["torchrun", "--rdzv-endpoint", "h"], "--rdzv-endpoint h: one machine meets nobody"),
+        (["torchrun", "--nodes", "2", "--rdzv-endpoint", "h:99999"], "'h:99999': 99999 is no port; write a number"),
+        (["torchrun", "--nodes", "2", "--rdzv-endpoint", "[::1]:0"], "'[::1]:0': 0 is no port; write a number"),
         (["torchrun", "--nodes", "2", "--rdzv-endpoint", "a:b:c"], "--rdzv-endpoint 'a:b:c': expected HOST"),
         (["pbs"], "invalid choice: 'pbs'"),
     ],
@@ -110,10 +121,60 @@ def test_what_can_t_work_is_refused(tmp_path, arguments, message):
     assert "Traceback" not in done.stderr
 
 
-def test_all_that_is_wrong_comes_at_once(tmp_path):
-    wrong = ("--name", "a b", "--time", "x", "--memory", "y", "--training.device=cpu", "--gpus", "1")
-    done = hp_train_here("launch", "slurm", str(recipe(tmp_path)), *wrong)
-    assert len(done.stderr.splitlines()) == 4
+@pytest.mark.parametrize(
+    "time",
+    ["90", "90:00", "48:00:00", "2-12", "2-12:30", "2-12:30:59", "0-36", "UNLIMITED", "infinite"],
+)
+def test_a_time_goes_to_slurm_as_it_was_given(tmp_path, time):
+    done = hp_train_here("launch", "slurm", str(recipe(tmp_path)), "--time", time)
+    assert done.returncode == 0, done.stderr
+    assert f"#SBATCH --time={time}\n" in done.stdout
+
+
+NEEDS_TWO = "launch: {nnodes: '1:2', rdzv_endpoint: 'a:1'}\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "wrong", "messages"),
+    [
+        (
+            "slurm",
+            "",
+            ("--name", "a b", "--time", "x", "--memory", "y", "--training.device=cpu", "--gpus", "1"),
+            ("--name", "--memory", "--time", "--gpus 1: the recipe"),
+        ),
+        ("slurm", "", ("--nodes", "0", "--cpus", "0", "--time", "x"), ("--nodes 0", "--cpus 0", "--time 'x'")),
+        ("slurm", "", ("--nproc", "0", "--gpus", "-1", "--training.seed=x"), ("--nproc 0", "--gpus -1", "an integer")),
+        ("slurm", "", ("--nodes", "3", "--time", "x", "--training.global_batch_size=8"), ("--time", "8 rows can't")),
+        ("slurm", NEEDS_TWO, ("--time", "x"), ("--time", "leaves the number of machines open")),
+        (
+            "k8s",
+            "",
+            ("--image", "i i", "--volume", "c", "--restarts", "-1", "--training.train_itres=3"),
+            ("--image", "--volume", "--restarts -1", "unknown key"),
+        ),
+        (
+            "k8s",
+            "",
+            ("--volume", "c:/w", "--grace", "0", "--output_dir=/out", "--training.device=cuda", "--gpus", "0"),
+            ("a container's image", "--grace 0", "--gpus 0: the recipe", "is on no volume"),
+        ),
+        (
+            "torchrun",
+            "",
+            ("--nproc", "0", "--rdzv-endpoint", "h:0", "--plugin", "none_such"),
+            ("--nproc 0", "0 is no port", "one machine meets nobody", "none_such"),
+        ),
+    ],
+)
+def test_all_that_is_wrong_comes_at_once(tmp_path, kind, extra, wrong, messages):
+    done = hp_train_here("launch", kind, str(recipe(tmp_path, extra=extra)), *wrong)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(messages), done.stderr
+    for line, message in zip(lines, messages, strict=True):
+        assert message in line
 
 
 def test_a_path_to_start_from_is_fine_where_a_job_is_started_once(tmp_path):

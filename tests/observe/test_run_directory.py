@@ -109,6 +109,38 @@ def test_the_recipe_s_own_folder_is_refused(tmp_path):
         require_apart(recipe, other)
 
 
+@pytest.mark.parametrize(
+    ("resume", "overwrite", "hint"),
+    [
+        (None, False, "run it again elsewhere: --output_dir=one-2"),
+        (
+            "latest",
+            False,
+            "go on by a copy of it: cp one/recipe.yaml one.yaml && "
+            "hp-train one.yaml --output_dir=one --checkpoint.resume=latest",
+        ),
+        (
+            None,
+            True,
+            "replace the run by a copy of it: cp one/recipe.yaml one.yaml && "
+            "hp-train one.yaml --output_dir=one --overwrite",
+        ),
+    ],
+)
+def test_what_works_with_a_run_s_own_recipe_is_told(tmp_path, monkeypatch, resume, overwrite, hint):
+    monkeypatch.chdir(tmp_path)
+    Path("one").mkdir()
+    for name in ("recipe.yaml", "metrics.jsonl"):
+        (Path("one") / name).touch()
+    with pytest.raises(InputError) as raised:
+        require_apart(Path("one/recipe.yaml"), "one", resume, overwrite=overwrite)
+    assert raised.value.problems[0].hint == hint
+    Path("one.yaml").touch()
+    Path("one-2").touch()
+    with pytest.raises(InputError, match=r"one-2\.yaml|one-3"):
+        require_apart(Path("one/recipe.yaml"), "one", resume, overwrite=overwrite)
+
+
 # A directory that is there already.
 
 
@@ -193,7 +225,7 @@ def test_latest_passes_over_what_is_incomplete_and_says_so(missing):
     assert chosen.checkpoint.step == 2
     assert chosen.messages == (
         f"passed over {whole_but_unnamed}: incomplete",
-        f"passed over {step_directory(run, 6)}: incomplete",
+        f"passed over {step_directory(run, 6)}: incomplete: {missing} is missing",
         f"resuming from {step_directory(run, 2)} (step 2)",
     )
 
@@ -202,7 +234,7 @@ def test_latest_with_only_incomplete_ones_starts_anew_and_says_so():
     run = a_run("out", incomplete=(3,))
     chosen = pick(output_dir="out", resume="latest")
     assert (chosen.checkpoint, chosen.continues) == (None, True)
-    assert chosen.messages[0] == f"passed over {step_directory(run, 3)}: incomplete"
+    assert chosen.messages[0] == f"passed over {step_directory(run, 3)}: incomplete: {MANIFEST} is missing"
     assert chosen.messages[1].endswith("starting at step 0")
 
 
@@ -219,7 +251,7 @@ def test_latest_without_a_directory_takes_the_newest_run_of_this_recipe():
     chosen = pick(resume="latest")
     assert (chosen.path, chosen.continues) == (newest, True)
     assert chosen.messages == (
-        f"passed over {step_directory(never_saved, 1)}: incomplete",
+        f"passed over {step_directory(never_saved, 1)}: incomplete: {MANIFEST} is missing",
         f"resuming from {step_directory(newest, 3)} (step 3)",
     )
 
@@ -232,7 +264,7 @@ def test_a_run_s_path_means_its_newest_checkpoint():
     chosen = pick(resume="out")
     assert chosen.checkpoint is not None
     assert (chosen.path, chosen.checkpoint.step, chosen.continues) == (run, 10, True)
-    assert chosen.messages[0] == f"passed over {step_directory(run, 12)}: incomplete"
+    assert chosen.messages[0] == f"passed over {step_directory(run, 12)}: incomplete: {MANIFEST} is missing"
 
 
 def test_a_checkpoint_s_path_means_that_checkpoint():
@@ -272,8 +304,12 @@ def test_resuming_into_another_directory_does_not_continue_the_first():
         ("nowhere", "no such directory"),
         ("notes.txt", "no such directory"),
         ("empty", "no complete checkpoint in it"),
-        ("out", "no complete checkpoint in it; passed over out/checkpoints/step_00000003: incomplete"),
-        ("out/checkpoints/step_00000003", "no complete checkpoint in it"),
+        (
+            "out",
+            "no complete checkpoint in it; "
+            "passed over out/checkpoints/step_00000003: incomplete: manifest.json is missing",
+        ),
+        ("out/checkpoints/step_00000003", "incomplete: manifest.json is missing"),
         ("out/checkpoints/step_00000004", "no such directory"),
     ],
 )
@@ -286,7 +322,7 @@ def test_a_path_without_a_complete_checkpoint_is_an_error(path, reason):
     (problem,) = caught.value.problems
     assert problem.path == "checkpoint.resume"
     assert problem.message == f"can't resume from {path!r}: {reason}"
-    assert "step_" in problem.hint
+    assert "step_" in problem.hint or problem.hint.endswith("newest intact one: out")
 
 
 def test_json_files_are_replaced_in_one_move(tmp_path):

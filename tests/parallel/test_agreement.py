@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hp_core.config.digest import digests
 from hp_core.errors import InputError
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.testing.ranks import run_ranks
-from tests.e2e.runs import recipe, train_here
+from tests.e2e.runs import WITH_COMPONENTS, recipe, train_here
 
 MEANT = {
     "a mesh": (["--accelerator.tp_size=2"], "accelerator"),
@@ -47,6 +49,30 @@ def test_every_rank_is_told_what_differs_within_seconds(name: str, tmp_path: Pat
         assert "rank 1 (on " in text
         assert seconds < 30
     assert not (tmp_path / "run").exists()
+
+
+def trained(environment: ProcessEnvironment, path: str, output_dirs: list[str]) -> str:
+    """What a rank says of a run for which each is given a directory of its own."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        train_here(environment, path, [f"--output_dir={output_dirs[environment.rank]}", "--training.stop_after=1"])
+    return said.getvalue()
+
+
+def test_a_directory_that_is_not_heeded_is_told(tmp_path: Path) -> None:
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    first, second = run_ranks(trained, 2, str(recipe(tmp_path)), [one, other], preload=WITH_COMPONENTS)
+    (line,) = [line for line in first.splitlines() if line.startswith("output_dir: ")]
+    assert f"is given '{other}', which is not heeded: all write to '{one}', the directory of rank 0" in line
+    assert second == ""
+    assert (tmp_path / "one" / "manifest.json").exists()
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_same_directory_in_other_words_is_not_told(tmp_path: Path) -> None:
+    one, same = str(tmp_path / "one"), str(tmp_path / "there" / ".." / "one")
+    first, _ = run_ranks(trained, 2, str(recipe(tmp_path)), [one, same], preload=WITH_COMPONENTS)
+    assert "output_dir: " not in first
 
 
 def test_ranks_hear_of_it_from_a_rank_that_ends_with_its_store(tmp_path: Path) -> None:

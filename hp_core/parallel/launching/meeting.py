@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,9 @@ _READ_SECONDS = 30
 _NAME_SECONDS = 30.0
 _ANSWER_SECONDS = 600.0
 _CONNECT_SECONDS = 5.0
+# How long the machines may take to come, and how long one waits for them without a word.
+_JOIN_SECONDS = 600
+_PATIENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,19 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+@contextmanager
+def _told(text: str | None) -> Iterator[None]:
+    """Say, once, what is waited for if it takes long."""
+    timer = threading.Timer(_PATIENCE_SECONDS, partial(print, text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    if text is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class Meeting(RendezvousHandler):
     """A rendezvous whose machines agree on their order, on the number of the attempt, and on what went wrong.
 
@@ -120,6 +140,8 @@ class Meeting(RendezvousHandler):
         self.endpoint = Endpoint.of(config)
         self.is_alone = config.max_nodes == 1
         self._node_rank = config.node_rank
+        number = f"{config.max_nodes}" if config.min_nodes == config.max_nodes else str(config.nnodes)
+        self._awaited = f"{number} machines, this one among them, for {_JOIN_SECONDS:g} s at most"
         self._run_id = config.rdzv_id or "hyperparallel"
         self.address = None if self.is_alone else self.endpoint.own_address()
         self._handler = self._connect(config)
@@ -131,8 +153,11 @@ class Meeting(RendezvousHandler):
         """Join, or host what the others join."""
         is_host = True if self.is_alone else self.endpoint.is_here()
         for hosts in (True, False) if is_host else (False,):
-            if not hosts and not self.endpoint.answers():
-                break
+            if not hosts:
+                with _told(f"waiting for {self.endpoint} to answer, for {_ANSWER_SECONDS:g} s at most"):
+                    answers = self.endpoint.answers()
+                if not answers:
+                    break
             parameters = RendezvousParameters(
                 backend="c10d",
                 endpoint=str(self.endpoint),
@@ -145,6 +170,7 @@ class Meeting(RendezvousHandler):
                 keep_alive_interval=2,
                 keep_alive_max_attempt=5,
                 last_call_timeout=10,
+                join_timeout=_JOIN_SECONDS,
             )
             with suppress(RendezvousConnectionError):
                 return get_rendezvous_handler(parameters)
@@ -155,7 +181,8 @@ class Meeting(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until the machines are there."""
-        info = self._handler.next_rendezvous()
+        with _told(None if self.is_alone else f"waiting at {self.endpoint} for {self._awaited}"):
+            info = self._handler.next_rendezvous()
         self._round = info.store
         self._root: dist.TCPStore = info.store.underlying_store  # type: ignore[attr-defined]
         place = RendezvousStoreInfo(self._root.host, self._root.port)
