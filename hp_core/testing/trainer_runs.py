@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 
 from hp_core.checkpoint.layout import complete_checkpoints
@@ -29,6 +30,8 @@ from hp_core.training.session import train
 
 NUM_STEPS, ROWS_PER_STEP = 4, 4
 _TIMES = frozenset({"step_time_s", "data_time_s", "tokens_per_second", "eval_time_s"})
+# Rows of several documents, which a trainer must keep apart.
+PACKED_RECIPE = TINY_RECIPE.replace("  validation_rows: 2\n", "  validation_rows: 2\n  documents: 3\n")
 # Gradients of nearly 0 stay so small here, where Adam would blow their rounding up.
 _DESCENT = "optimizer={_target_: hp_core.testing.parts.plain_descent}"
 
@@ -39,7 +42,7 @@ class TrainerCase:
 
     component: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    recipe: str = TINY_RECIPE
+    recipe: str = PACKED_RECIPE
     tolerance: float = 1e-5
 
     def overrides(self, *more: str) -> list[str]:
@@ -64,12 +67,14 @@ class TrainerCase:
         with tempfile.TemporaryDirectory() as directory:
             return Outcome.of(self.run_in(Path(directory), *more, nproc=nproc, plugin=plugin))
 
-    def run_in(self, folder: Path, *more: str, nproc: int = 1, plugin: str | None = None) -> FinishedRun:
-        """Train in a folder that stays."""
+    def run_in(
+        self, folder: Path, *more: str, nproc: int = 1, plugin: str | None = None, is_apart: bool = False
+    ) -> FinishedRun:
+        """Train in a folder that stays; `is_apart` is in a new process, which remembers nothing."""
         if plugin is not None:
             (folder / "kit_rows.py").write_text(plugin, encoding="utf-8")
         plugins = [] if plugin is None else ["kit_rows.py"]
-        return run_recipe(self.recipe, self.overrides(*more), folder, nproc=nproc, plugins=plugins)
+        return run_recipe(self.recipe, self.overrides(*more), folder, nproc=nproc, plugins=plugins, is_apart=is_apart)
 
     @contextmanager
     def trained(self) -> Iterator[BaseTrainer]:
@@ -150,34 +155,91 @@ def _is_close(one: Any, other: Any, tolerance: float, largest: float) -> bool:
     return bool(one == other)
 
 
-# A plugin that changes which rows there are; run directories hold its text.
+# A plugin that changes which rows there are, and what they hold; run directories hold its text.
 ROWS = """\
 from hp_core import hookimpl
-from hp_core.testing.trainer_runs import with_rows
+from hp_core.testing.trainer_runs import {change}, with_rows
 
 
 @hookimpl(wrapper=True)
 def build_dataset():
-    return with_rows((yield), {number}, {is_empty})
+    return with_rows((yield), {number}, {change})
 """
+ALL_ROWS = 10**9
+
+# A row, and an empty one of the same data.
+Change = Callable[[Sample, Sample], Mapping[str, Any]]
 
 
-def with_rows(built: object, number: int, is_empty: bool) -> Datasets:
-    """The training data with its first rows alone, or with as many empty ones instead."""
+def as_it_is(row: Sample, empty: Sample) -> Mapping[str, Any]:
+    """The row."""
+    del empty
+    return row
+
+
+def emptied(row: Sample, empty: Sample) -> Mapping[str, Any]:
+    """The empty row."""
+    del row
+    return empty
+
+
+def cut(row: Sample, empty: Sample) -> Mapping[str, Any]:
+    """The row without its end, of which four rows in a row lack more and more; padding is what comes behind."""
+    if "images" in row:
+        # Their places among the tokens would be cut off.
+        return row
+    size, end = len(row["input_ids"]), _end(row)
+    kept = end - end * (row["index"] % 4) // 5
+    blank: Mapping[str, Any] = empty  # type: ignore[assignment]  # a dataset may add arrays of its own
+    parts = {
+        name: np.concatenate([value[:kept], blank[name][: size - kept]])
+        for name, value in row.items()
+        if _is_of_tokens(value, size)
+    }
+    return {**row, **parts, "is_padding": np.arange(size) >= kept}
+
+
+def turned(row: Sample, empty: Sample) -> Mapping[str, Any]:
+    """The row with its documents in the opposite order, the last one first."""
+    del empty
+    if "images" in row:
+        return row
+    size, end = len(row["input_ids"]), _end(row)
+    positions = row["position_ids"][:end]
+    begins = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist()]
+    pieces = [np.arange(begin, until) for begin, until in zip(begins, [*begins[1:], end], strict=True)]
+    order = np.concatenate([*reversed(pieces), np.arange(end, size)])
+    return {name: value[order] if _is_of_tokens(value, size) else value for name, value in row.items()}
+
+
+def with_rows(built: object, number: int, change: Change) -> Datasets:
+    """The training data with its first rows alone, each of them changed."""
     datasets = as_datasets(built)
-    return dataclasses.replace(datasets, train=_Rows(datasets.train, number, is_empty))
+    return dataclasses.replace(datasets, train=_Rows(datasets.train, number, change))
+
+
+def _end(row: Sample) -> int:
+    """Where the padding behind the last token begins."""
+    size = len(row["input_ids"])
+    tokens = np.flatnonzero(~row["is_padding"]) if "is_padding" in row else np.arange(size)
+    return int(tokens[-1]) + 1 if tokens.size else 0
+
+
+def _is_of_tokens(value: object, size: int) -> bool:
+    return isinstance(value, np.ndarray) and value.shape[:1] == (size,)
 
 
 class _Rows:
     report = None
 
-    def __init__(self, dataset: RowDataset, number: int, is_empty: bool) -> None:
-        self._dataset, self._number, self._is_empty = dataset, number, is_empty
+    def __init__(self, dataset: RowDataset, number: int, change: Change) -> None:
+        self._dataset, self._number, self._change = dataset, number, change
         self.max_seq_len = dataset.max_seq_len
-        self.fingerprint = f"{dataset.fingerprint}-{number}-{is_empty}"
+        # The order of rows follows from it, which must be the same whatever a row holds.
+        self.fingerprint = f"{dataset.fingerprint}-{number}"
 
     def __len__(self) -> int:
         return min(self._number, len(self._dataset))
 
     def __getitem__(self, index: int, /) -> Sample:
-        return self._dataset[EMPTY_ROW if self._is_empty else index]
+        return cast(Sample, self._change(self._dataset[index], self._dataset[EMPTY_ROW]))

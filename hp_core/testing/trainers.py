@@ -23,14 +23,26 @@ from hp_core.testing.checks import (
     require_close,
     require_equal,
 )
-from hp_core.testing.parts import TINY_RECIPE
-from hp_core.testing.trainer_runs import NUM_STEPS, ROWS, ROWS_PER_STEP, Outcome, TrainerCase, require_close_rows
+from hp_core.testing.trainer_runs import (
+    ALL_ROWS,
+    NUM_STEPS,
+    PACKED_RECIPE,
+    ROWS,
+    ROWS_PER_STEP,
+    Outcome,
+    TrainerCase,
+    require_close_rows,
+)
 from hp_core.training.base import BaseTrainer
 from hp_core.training.state import random_state
 
 _DENOMINATOR = (
     "return from postforward what the loss returned, and divide nothing by the rows, tokens or micro-batches of a "
     "batch: the engine weighs by what `reduction` declares"
+)
+_DOCUMENTS = (
+    "hand the position_ids on to the model, and let nothing else depend on where in a row a document is: a document's "
+    "positions begin at 0"
 )
 _PADDING = "let labels of empty rows and of padding stay -100 in what get_batch returns, so that nothing counts them"
 
@@ -39,7 +51,7 @@ def trainer_checks(
     component: Callable[..., Any],
     /,
     *,
-    recipe: str = TINY_RECIPE,
+    recipe: str = PACKED_RECIPE,
     tolerance: float = 1e-5,
     skip: Mapping[str, str] | None = None,
     **arguments: Any,
@@ -73,6 +85,11 @@ class TrainerChecks:
             ),
             "micro_batches": ("loss and weights don't depend on the micro-batches", self.check_micro_batches),
             "padding": ("empty rows, which fill up a step, add exactly nothing", self.check_padding),
+            "lengths": (
+                "rows of different lengths in a micro-batch are what they are alone",
+                self.check_lengths,
+            ),
+            "documents": ("documents in a row don't see each other, in whatever order they are", self.check_documents),
             "no_targets": ("a step without targets moves nothing", self.check_no_targets),
             "two_ranks": ("loss and weights on two ranks are those of one process", self.check_two_ranks),
             "resume": ("a run that is stopped and resumed goes on to the last bit", self.check_resume),
@@ -112,14 +129,29 @@ class TrainerChecks:
 
     def check_padding(self) -> None:
         """Steps that a micro-batch fills up with empty rows, and the same steps in micro-batches of one row."""
-        plugin = ROWS.format(number=ROWS_PER_STEP + 2, is_empty=False)
+        plugin = ROWS.format(number=ROWS_PER_STEP + 2, change="as_it_is")
         wanted = self.case.run("training.micro_batch_size=1", plugin=plugin)
         found = self.case.run(f"training.micro_batch_size={ROWS_PER_STEP}", plugin=plugin)
         self._compare(found, wanted, "with two empty rows in every second step", _PADDING)
 
+    def check_lengths(self) -> None:
+        """Steps of rows that are cut at different places, together and one by one."""
+        plugin = ROWS.format(number=ALL_ROWS, change="cut")
+        wanted = self.case.run("training.micro_batch_size=1", plugin=plugin)
+        found = self.case.run(f"training.micro_batch_size={ROWS_PER_STEP}", plugin=plugin)
+        hint = f"how long the others of a micro-batch are must not matter: {_PADDING}"
+        self._compare(found, wanted, "with rows of different lengths in a micro-batch", hint)
+
+    def check_documents(self) -> None:
+        """Steps of rows whose documents are in the opposite order; rows of one document are as before."""
+        wanted, found = (
+            self.case.run(plugin=ROWS.format(number=ALL_ROWS, change=change)) for change in ("as_it_is", "turned")
+        )
+        self._compare(found, wanted, "with the documents of each row in the opposite order", _DOCUMENTS)
+
     def check_no_targets(self) -> None:
         """Steps of nothing but empty rows."""
-        run = self.case.run("training.train_iters=2", plugin=ROWS.format(number=2 * ROWS_PER_STEP, is_empty=True))
+        run = self.case.run("training.train_iters=2", plugin=ROWS.format(number=2 * ROWS_PER_STEP, change="emptied"))
         for row in run.steps:
             text = f"a step of empty rows counts {row['tokens']} tokens and has the loss {row['loss']!r}; {_PADDING}"
             require(row.get("skipped") == "no tokens", text)

@@ -106,3 +106,25 @@ class DependsOnTheRank(TextTrainer):
 
     def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
         return super().postforward(outputs, loss_inputs) * (1 + self.setup.rank)
+
+
+class DropsPositions(TextTrainer):
+    """Lets the model number the tokens of a row, over all its documents."""
+
+    def _build_get_batch(self) -> None:
+        super()._build_get_batch()
+        theirs = self.get_batch
+
+        def without(iterator: Iterator[Any]) -> Any:
+            model_inputs, loss_inputs = theirs(iterator)
+            del model_inputs["position_ids"]
+            return model_inputs, loss_inputs
+
+        self.get_batch = without
+
+
+class DividesByLength(TextTrainer):
+    """Weighs tokens less the longer the longest row of a micro-batch is."""
+
+    def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
+        return super().postforward(outputs, loss_inputs) / loss_inputs["labels"].shape[1]
