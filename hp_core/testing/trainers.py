@@ -165,15 +165,19 @@ class TrainerChecks:
             self._compare(found, self._plain, how, f"every rank must hand on what its own rows say; {_DENOMINATOR}")
 
     def check_resume(self) -> None:
-        """A run that ends after half of its steps, and another that goes on."""
-        with tempfile.TemporaryDirectory() as directory:
-            folder, half = Path(directory), NUM_STEPS // 2
-            first = self.case.run_in(folder, f"training.stop_after={half}")
-            rest = Outcome.of(self.case.run_in(folder, f"checkpoint.resume={first.directory}"))
-        hint = "what a trainer remembers from step to step is in no checkpoint; let it follow from the rows"
-        wanted = self._plain
-        require_close_rows(rest.steps[-half:], wanted.steps[-half:], 0.0, "resumed,", hint)
-        require_equal(rest.last, wanted.last, "resumed, a weight", hint)
+        """Runs that end after one step and after half of them, and others that go on, one of them in a new process."""
+        # What has a period of two steps is after two as at the beginning; what a module or class remembers is
+        # forgotten by a new process alone.
+        for stop, is_apart in ((NUM_STEPS // 2, False), (1, True)):
+            with tempfile.TemporaryDirectory() as directory:
+                folder = Path(directory)
+                first = self.case.run_in(folder, f"training.stop_after={stop}")
+                resumed = self.case.run_in(folder, f"checkpoint.resume={first.directory}", is_apart=is_apart)
+                rest = Outcome.of(resumed)
+            number, how = NUM_STEPS - stop, f"resumed after step {stop}{' in another process' * is_apart},"
+            hint = "what a trainer remembers from step to step is in no checkpoint; let it follow from the rows"
+            require_close_rows(rest.steps[-number:], self._plain.steps[-number:], 0.0, how, hint)
+            require_equal(rest.last, self._plain.last, f"{how} a weight", hint)
 
     def check_evaluation(self) -> None:
         """Runs with an evaluation after each step, and the one without."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -128,3 +128,29 @@ class DividesByLength(TextTrainer):
 
     def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
         return super().postforward(outputs, loss_inputs) / loss_inputs["labels"].shape[1]
+
+
+class Alternates(TextTrainer):
+    """Weighs every second step less."""
+
+    steps = 0
+
+    def train_step(self, iterator: Iterator[Any]) -> None:
+        self.steps += 1
+        super().train_step(iterator)
+
+    def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
+        return super().postforward(outputs, loss_inputs) / (1 + self.steps % 2)
+
+
+class AlternatesAsAClass(TextTrainer):
+    """Weighs one of four steps less, of all that its process has ever taken."""
+
+    steps: ClassVar[list[int]] = []
+
+    def train_step(self, iterator: Iterator[Any]) -> None:
+        self.steps.append(1)
+        super().train_step(iterator)
+
+    def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
+        return super().postforward(outputs, loss_inputs) / (1 + (len(self.steps) % 4 == 2))
