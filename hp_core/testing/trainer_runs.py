@@ -26,6 +26,7 @@ from hp_core.testing.checks import require
 from hp_core.testing.parts import TINY_RECIPE
 from hp_core.testing.runs import FinishedRun, run_recipe, undisturbed
 from hp_core.training.base import BaseTrainer
+from hp_core.training.run import Run
 from hp_core.training.session import train
 
 NUM_STEPS, ROWS_PER_STEP = 4, 4
@@ -158,7 +159,7 @@ def _is_close(one: Any, other: Any, tolerance: float, largest: float) -> bool:
 # A plugin that changes which rows there are, and what they hold; run directories hold its text.
 ROWS = """\
 from hp_core import hookimpl
-from hp_core.testing.trainer_runs import {change}, with_rows
+from hp_core.testing.trainer_runs import {change}, keep_beginning, with_rows
 
 
 @hookimpl(wrapper=True)
@@ -166,6 +167,15 @@ def build_dataset():
     return with_rows((yield), {number}, {change})
 """
 ALL_ROWS = 10**9
+
+# More of that plugin: the weights before the first step, in a file of the run.
+BEGINNING = "beginning.pt"
+KEEPS_BEGINNING = """
+
+@hookimpl
+def on_train_start(run):
+    keep_beginning(run)
+"""
 
 # A row, and an empty one of the same data.
 Change = Callable[[Sample, Sample], Mapping[str, Any]]
@@ -210,6 +220,12 @@ def turned(row: Sample, empty: Sample) -> Mapping[str, Any]:
     pieces = [np.arange(begin, until) for begin, until in zip(begins, [*begins[1:], end], strict=True)]
     order = np.concatenate([*reversed(pieces), np.arange(end, size)])
     return {name: value[order] if _is_of_tokens(value, size) else value for name, value in row.items()}
+
+
+def keep_beginning(run: Run) -> None:
+    """Write the weights of a run that has one process."""
+    assert run.model is not None
+    torch.save(dict(run.model.state_dict()), run.directory.path / BEGINNING)
 
 
 def with_rows(built: object, number: int, change: Change) -> Datasets:

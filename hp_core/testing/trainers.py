@@ -25,6 +25,8 @@ from hp_core.testing.checks import (
 )
 from hp_core.testing.trainer_runs import (
     ALL_ROWS,
+    BEGINNING,
+    KEEPS_BEGINNING,
     NUM_STEPS,
     PACKED_RECIPE,
     ROWS,
@@ -33,7 +35,9 @@ from hp_core.testing.trainer_runs import (
     TrainerCase,
     require_close_rows,
 )
+from hp_core.training.accounting import on_device
 from hp_core.training.base import BaseTrainer
+from hp_core.training.evaluation import evaluating
 from hp_core.training.state import random_state
 
 _DENOMINATOR = (
@@ -151,10 +155,14 @@ class TrainerChecks:
 
     def check_no_targets(self) -> None:
         """Steps of nothing but empty rows."""
-        run = self.case.run("training.train_iters=2", plugin=ROWS.format(number=2 * ROWS_PER_STEP, change="emptied"))
+        plugin = ROWS.format(number=2 * ROWS_PER_STEP, change="emptied") + KEEPS_BEGINNING
+        with tempfile.TemporaryDirectory() as directory:
+            finished = self.case.run_in(Path(directory), "training.train_iters=2", plugin=plugin)
+            beginning, run = torch.load(finished.directory / BEGINNING, weights_only=True), Outcome.of(finished)
         for row in run.steps:
             text = f"a step of empty rows counts {row['tokens']} tokens and has the loss {row['loss']!r}; {_PADDING}"
             require(row.get("skipped") == "no tokens", text)
+        require_equal(run.weights[1], beginning, "after a first step of empty rows a weight", _PADDING)
         require_equal(run.weights[2], run.weights[1], "after a step of empty rows a weight", _PADDING)
 
     def check_two_ranks(self) -> None:
@@ -191,23 +199,31 @@ class TrainerChecks:
         require_close_rows(found, wanted, 10 * self.case.tolerance, "with smaller micro-batches", _DENOMINATOR)
 
     def check_export(self) -> None:
-        """Weights of an export, as transformers loads them."""
+        """Weights of an export, as transformers loads them, and what it then makes of a batch."""
         import transformers
 
-        with tempfile.TemporaryDirectory() as directory:
-            run = self.case.run_in(Path(directory))
-            facts = run.manifest["export"]
-            why = facts.get("why_not") or "it can't be exported"
+        with self.case.trained() as trainer, tempfile.TemporaryDirectory() as directory:
+            facts = trainer.run.manifest["export"]
+            why = facts["why"] or "it can't be exported"
             require(bool(facts["possible"]), f"{why}; if that is meant, skip this check with the reason")
-            target = Path(directory) / "exported"
-            export_checkpoint(run.directory, target)
-            kind = getattr(transformers, transformers.AutoConfig.from_pretrained(target).architectures[0])
-            loaded = kind.from_pretrained(target).state_dict()
-            wanted = Outcome.of(run).last
-            shared = {name: one for name, one in wanted.items() if name in loaded}
-            require(bool(shared), "the exported model has none of the weights by the names in the checkpoint")
-            found = {name: loaded[name].cpu() for name in shared}
+            export_checkpoint(trainer.run.directory.path, Path(directory) / "exported")
+            name = transformers.AutoConfig.from_pretrained(Path(directory) / "exported").architectures[0]
+            loaded = getattr(transformers, name).from_pretrained(Path(directory) / "exported").to(trainer.setup.device)
+            # Adapters and replaced modules have other names.
+            exported, trained = ({**one.state_dict()} for one in (loaded, trainer.model))
+            shared = {name: one for name, one in trained.items() if name in exported}
+            require(bool(shared), "the exported model has none of the weights by the names in the trained one")
+            found = {name: exported[name] for name in shared}
             require_equal(found, shared, "the exported model", "export writes what was trained")
+            dataset = trainer.datasets.train
+            inputs, _ = trainer.get_batch(iter(trainer._loader(dataset, [[0, 1]])))
+            inputs = on_device(inputs, trainer.setup.device)
+            with evaluating(trainer.model, loaded):
+                outputs = [one(**inputs) for one in (loaded, trainer.model)]
+            if all("logits" in one for one in outputs):
+                logits, wanted = ({"the logits": one["logits"]} for one in outputs)
+                hint = "what a trainer changes of a model's computation is in no export"
+                require_close(logits, wanted, self.case.tolerance, "the exported model: the largest", hint)
 
     def _compare(self, found: Outcome, wanted: Outcome, how: str, hint: str) -> None:
         require_close_rows(found.steps, wanted.steps, 10 * self.case.tolerance, how, hint)

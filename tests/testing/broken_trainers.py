@@ -154,3 +154,30 @@ class AlternatesAsAClass(TextTrainer):
 
     def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
         return super().postforward(outputs, loss_inputs) / (1 + (len(self.steps) % 4 == 2))
+
+
+class SharpensLogits(TextTrainer):
+    """Doubles the logits by a hook, which no file of the model tells of."""
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        self.model.lm_head.register_forward_hook(lambda module, arguments, output: 2 * output)
+
+
+class HidesItsModel(TextTrainer):
+    """Trains a model of a class that transformers doesn't have."""
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        kind = type(self.model)
+        self.model.__class__ = type(f"Own{kind.__name__}", (kind,), {})
+
+
+class MovesAtOnce(TextTrainer):
+    """Scales the model's head before the first step."""
+
+    def train_step(self, iterator: Iterator[Any]) -> None:
+        if self.run.state.step == 0:
+            with torch.no_grad():
+                self.model.lm_head.weight.mul_(0.5)
+        super().train_step(iterator)

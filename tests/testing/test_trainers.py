@@ -36,6 +36,9 @@ CAUGHT = [
     (broken.DividesByLength, "lengths", "with rows of different lengths in a micro-batch 'loss' of step 1 is"),
     (broken.DropsPositions, "documents", "the documents of each row in the opposite order 'loss' of step 1 is"),
     (broken.TrainsOnPadding, "no_targets", "a step of empty rows counts"),
+    (broken.MovesAtOnce, "no_targets", "after a first step of empty rows a weight: lm_head.weight is off by"),
+    (broken.SharpensLogits, "export", "the exported model: the largest of the logits is off by"),
+    (broken.HidesItsModel, "export", "OwnLlamaForCausalLM is not part of transformers"),
     (broken.CountsEvaluations, "evaluation", "with evaluations in between, 'loss' of step 2 is"),
     (broken.DependsOnTheRank, "two_ranks", "on two ranks with micro-batches of 2 rows 'loss' of step 1 is"),
 ]
