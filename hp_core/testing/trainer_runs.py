@@ -194,18 +194,22 @@ def emptied(row: Sample, empty: Sample) -> Mapping[str, Any]:
 
 
 def cut(row: Sample, empty: Sample) -> Mapping[str, Any]:
-    """The row without its end, of which four rows in a row lack more and more; padding is what comes behind."""
-    if "images" in row:
-        # Their places among the tokens would be cut off.
-        return row
+    """The row without its end, of which four rows in a row lack more and more; padding is what comes behind.
+
+    It is padded as the data set does it, by tokens that a model may know, or else like an empty row.
+    """
     size, end = len(row["input_ids"]), _end(row)
+    # Images have their places among the tokens; how a row without padding would be padded isn't known.
+    if "images" in row or (end == size and "is_padding" in row):
+        return row
     kept = end - end * (row["index"] % 4) // 5
-    blank: Mapping[str, Any] = empty  # type: ignore[assignment]  # a dataset may add arrays of its own
+    blank: Mapping[str, Any] = row if end < size else empty  # type: ignore[assignment]
     parts = {
-        name: np.concatenate([value[:kept], blank[name][: size - kept]])
+        name: np.concatenate([value[:kept], np.repeat(blank[name][-1:], size - kept, axis=0)])
         for name, value in row.items()
         if _is_of_tokens(value, size)
     }
+    parts["position_ids"][kept:] = np.arange(size - kept)
     return {**row, **parts, "is_padding": np.arange(size) >= kept}
 
 
