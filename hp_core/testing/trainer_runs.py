@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hp_core.checkpoint.layout import complete_checkpoints
 from hp_core.cli.checked import checked_recipe
@@ -203,11 +204,10 @@ def cut(row: Sample, empty: Sample) -> Mapping[str, Any]:
     if "images" in row or (end == size and "is_padding" in row):
         return row
     kept = end - end * (row["index"] % 4) // 5
-    blank: Mapping[str, Any] = row if end < size else empty  # type: ignore[assignment]
+    blank = _arrays(row if end < size else empty)
     parts = {
         name: np.concatenate([value[:kept], np.repeat(blank[name][-1:], size - kept, axis=0)])
-        for name, value in row.items()
-        if _is_of_tokens(value, size)
+        for name, value in _arrays(row).items()
     }
     parts["position_ids"][kept:] = np.arange(size - kept)
     return {**row, **parts, "is_padding": np.arange(size) >= kept}
@@ -223,7 +223,7 @@ def turned(row: Sample, empty: Sample) -> Mapping[str, Any]:
     begins = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist()]
     pieces = [np.arange(begin, until) for begin, until in zip(begins, [*begins[1:], end], strict=True)]
     order = np.concatenate([*reversed(pieces), np.arange(end, size)])
-    return {name: value[order] if _is_of_tokens(value, size) else value for name, value in row.items()}
+    return {**row, **{name: value[order] for name, value in _arrays(row).items()}}
 
 
 def keep_beginning(run: Run) -> None:
@@ -245,8 +245,10 @@ def _end(row: Sample) -> int:
     return int(tokens[-1]) + 1 if tokens.size else 0
 
 
-def _is_of_tokens(value: object, size: int) -> bool:
-    return isinstance(value, np.ndarray) and value.shape[:1] == (size,)
+def _arrays(row: Sample) -> dict[str, NDArray[Any]]:
+    """Those of a value for each token, as collators tell them."""
+    size = len(row["input_ids"])
+    return {name: one for name, one in row.items() if isinstance(one, np.ndarray) and one.shape[:1] == (size,)}
 
 
 class _Rows:
