@@ -31,6 +31,21 @@ class HasAdapter(Protocol):
         ...
 
 
+@runtime_checkable
+class HasEmbeddings(Protocol):
+    """A model of transformers, or one around it."""
+
+    def get_input_embeddings(self) -> Any:
+        """What its tokens become first."""
+        ...
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many tokens a model knows, whatever its configuration calls that; None where it can't be told."""
+    embeddings = model.get_input_embeddings() if isinstance(model, HasEmbeddings) else None
+    return embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else None
+
+
 def answer_log_probs(logits: torch.Tensor, loss_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The log-probability of both answers of each pair, `[pairs, 2]`, in fp32 or float64; 0 where there is none."""
     labels, answers = loss_inputs["labels"], loss_inputs["answers"]
@@ -82,8 +97,8 @@ class Reference:
             except ArgumentError as error:
                 raise InputError(trainer.problem("reference", error.message, error.hint)) from error
         restore_random_state(random)
-        found, wanted = built.config.vocab_size, policy.config.vocab_size
-        if found != wanted:
+        found, wanted = vocabulary_of(built), vocabulary_of(policy)
+        if found != wanted and None not in (found, wanted):
             message = f"{path!r} has a vocabulary of {found}, the policy one of {wanted}"
             raise InputError(trainer.problem("reference", message, "a model with the policy's tokenizer is needed"))
         return cls(built.requires_grad_(False).eval())

@@ -18,7 +18,7 @@ from hp_core.testing import tiny_model, trainer_checks
 from hp_core.testing.setups import tiny_setup
 from hp_dpo.data import preferences
 from hp_dpo.loss import DpoLoss, PairLogProbs
-from hp_dpo.reference import Reference, answer_log_probs
+from hp_dpo.reference import Reference, answer_log_probs, vocabulary_of
 from hp_dpo.trainer import DpoTrainer
 
 HERE = Path(__file__).parents[1]
@@ -264,6 +264,13 @@ def test_what_does_not_fit_is_refused(hp_run, overrides, told):
         hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", *overrides)
 
 
+def test_loss_parallelism_is_refused_by_name(hp_run):
+    cut = ("accelerator.tp_size=2", "accelerator.loss_parallel=true")
+    with pytest.raises(InputError, match=r"accelerator.loss_parallel: true can't be") as caught:
+        hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", *cut, nproc=2)
+    assert [one.hint for one in caught.value.problems] == ["remove loss_parallel"]
+
+
 @pytest.mark.parametrize("key", ["cp_size", "pp_size"])
 def test_parallelism_that_cuts_pairs_or_models_is_refused(hp_run, key):
     with pytest.raises(InputError, match=f"accelerator.{key}: 2 can't be"):
@@ -389,6 +396,34 @@ def test_a_reference_that_would_move_is_refused():
     run = SimpleNamespace(setup=SimpleNamespace(device=torch.device("cpu")))
     with pytest.raises(InputError, match="what is trained is more than the adapter"):
         Reference.of(run, PartlyFrozen(), None, trainer, {})
+
+
+class Bigrams(torch.nn.Module):
+    """A model of no library, without a configuration: each token says what follows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(257, 257)
+
+    def get_input_embeddings(self):
+        return self.table
+
+    def forward(self, input_ids, position_ids, use_cache):
+        return SimpleNamespace(logits=self.table(input_ids))
+
+
+def bigrams(*, distributed_setup: DistributedSetup) -> torch.nn.Module:
+    model = Bigrams()
+    shard_model(model, distributed_setup)
+    return model
+
+
+def test_a_model_without_the_size_of_its_vocabulary_in_its_configuration_is_trained(hp_run):
+    run = hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", f"model={{_target_: {__name__}.bigrams}}")
+    assert run.losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert run.losses[-1] < run.losses[0]
+    assert vocabulary_of(Bigrams()) == vocabulary_of(tiny_model("llama", vocab_size=257)) == 257
+    assert vocabulary_of(torch.nn.Linear(2, 2)) is None
 
 
 class HalvedMLP(torch.nn.Module):
