@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -284,6 +285,32 @@ def test_tensor_ranks_give_the_same_numbers(hp_run):
         assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
 
 
+EXPERTS = (
+    "model={name: causal_lm, config: {model_type: mixtral, vocab_size: 257, hidden_size: 32, intermediate_size: 48,"
+    " num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 256,"
+    " num_local_experts: 4, num_experts_per_tok: 2}}"
+)
+
+
+def test_ranks_that_share_experts_give_the_same_numbers(hp_run):
+    alone = hp_run(RECIPE, *SHORT, EXPERTS, "training.micro_batch_size=4")
+    shared = hp_run(RECIPE, *SHORT, EXPERTS, "training.micro_batch_size=2", "accelerator.ep_size=2", nproc=2)
+    for found, wanted in zip(metrics(shared), metrics(alone), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_both_models_compute_in_bf16(hp_run, nproc):
+    """To the last bit, both models say the same of an answer before the first step."""
+    half = ("training.micro_batch_size=2", "mixed_precision.param_dtype=bfloat16", "optimizer.lr=0.001")
+    run = hp_run(RECIPE, *SHORT, *half, nproc=nproc)
+    exact = hp_run(RECIPE, *SHORT, "training.micro_batch_size=2", "optimizer.lr=0.001", nproc=nproc)
+    assert run.losses[0] == pytest.approx(math.log(2), abs=1e-8)
+    assert run.losses[1:] != exact.losses[1:]
+    assert run.losses == pytest.approx(exact.losses, rel=0.1)
+    assert run.losses[-1] < run.losses[0]
+
+
 def test_another_reference_is_another_run_and_the_same_model_the_same(hp_run, tmp_path):
     from hp_core.export.export import export_checkpoint
 
@@ -302,7 +329,6 @@ def test_another_reference_is_another_run_and_the_same_model_the_same(hp_run, tm
 
 def lora_policy(scale: float = 0.1, *, distributed_setup: DistributedSetup) -> torch.nn.Module:
     """A frozen model with an adapter, which adds nothing where the scale is 0."""
-    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.0)
     torch.manual_seed(3)
     model = peft.get_peft_model(tiny_model("llama", vocab_size=257), config)
@@ -350,15 +376,17 @@ def test_without_its_adapter_the_policy_is_the_reference(hp_ranks):
 def test_a_model_with_an_adapter_is_trained_beside_itself(hp_run):
     model = "model={_target_: test_dpo.lora_policy, scale: 0.0}"
     longer = [one.replace("train_iters=3", "train_iters=20") for one in SHORT]
-    start = (*longer, model, "optimizer.lr=0.02", "training.micro_batch_size=2")
-    run = hp_run(RECIPE, *start)
+    start = (*longer, model, "optimizer.lr=0.02")
+    whole, half = "training.micro_batch_size=2", "training.micro_batch_size=1"
+    run = hp_run(RECIPE, *start, whole)
     assert run.losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert run.rows[-1]["eval_loss"] < math.log(2) - 0.01
     assert run.manifest["export"]["possible"] is True
-    two = hp_run(RECIPE, *start, nproc=2)
-    assert two.losses == pytest.approx(run.losses, rel=1e-3)
-    first = hp_run(RECIPE, *start, "training.stop_after=10")
-    rest = hp_run(RECIPE, *start, f"checkpoint.resume={first.directory}")
+    for size in (whole, half):
+        other = hp_run(RECIPE, *start, size, nproc=2)
+        assert other.losses == pytest.approx(run.losses, rel=1e-3)
+    first = hp_run(RECIPE, *start, whole, "training.stop_after=10")
+    rest = hp_run(RECIPE, *start, whole, f"checkpoint.resume={first.directory}")
     assert metrics(rest)[-3:] == metrics(run)[-3:]
 
 
