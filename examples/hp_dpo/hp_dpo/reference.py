@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -116,22 +116,23 @@ class Reference:
 
     def log_probs(self, model_inputs: Mapping[str, Any], loss_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The log-probabilities of both answers of each pair, `[pairs, 2]`. Every rank calls it."""
+        with self._at_rest():
+            return answer_log_probs(self._model(**model_inputs).logits, loss_inputs)
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """In evaluation mode, without gradients and without the adapter, inside the block."""
         # FSDP2 hands an adapter's flags, which are off in the block, on to parameters that it gathers meanwhile.
         flags = [(one, one.requires_grad) for one in self._model.parameters()]
-        with evaluating(self._model), self._without_adapter():
-            found = answer_log_probs(self._model(**model_inputs).logits, loss_inputs)
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
-        return found
-
-    def _without_adapter(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._adapter is None else self._adapter.disable_adapter()
+        try:
+            with evaluating(self._model), nullcontext() if self._adapter is None else self._adapter.disable_adapter():
+                yield
+        finally:
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
 
     def _moves(self, device: torch.device) -> bool:
         """Whether anything that is trained has a part in what it computes."""
-        flags = [(one, one.requires_grad) for one in self._model.parameters()]
-        with evaluating(self._model), self._without_adapter(), torch.enable_grad():
+        with self._at_rest(), torch.enable_grad():
             logits = self._model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False).logits
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
-        return bool(logits.requires_grad)
+            return bool(logits.requires_grad)
