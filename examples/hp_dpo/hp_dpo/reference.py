@@ -83,14 +83,8 @@ class Reference:
             restore_random_state(drawn)
             replacer = ModuleReplacer(run.config.plan_overrides, run.plugins.hook.replace_module)
             setup = dataclasses.replace(setup, replacer=replacer)
-            built = run.plugins.hook.build_model(
-                config=run.config,
-                distributed_setup=setup,
-                peft_config=None,
-                activation_checkpoint=None,
-                activation_swap=None,
-                compile_config=None,
-            )
+            others = dict.fromkeys(("peft_config", "activation_checkpoint", "activation_swap", "compile_config"))
+            built = run.plugins.hook.build_model(config=run.config, distributed_setup=setup, **others)
         else:
             try:
                 built = causal_lm(pretrained=path, distributed_setup=setup)

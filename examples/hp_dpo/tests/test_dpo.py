@@ -186,6 +186,31 @@ def test_messages_are_rendered_and_the_prompt_is_what_both_share(tmp_path, chat_
         preferences(files=str(path), max_seq_len=80, tokenizer=chat_tokenizer)
 
 
+@pytest.mark.parametrize("template", [None, TEMPLATE.split("\n")[0] + "\n{% endfor %}"], ids=["prompts", "none"])
+def test_of_a_chat_only_what_the_assistant_generates_is_a_target(tmp_path, chat_tokenizer, template):
+    """Not its headers, which a template without a generation prompt writes with the answer, nor what tools say."""
+    turns = [
+        {"role": role, "content": text} for role, text in (("assistant", "see"), ("tool", "3"), ("assistant", "a"))
+    ]
+    row = {"prompt": [{"role": "user", "content": "hi"}], "chosen": turns, "rejected": turns[:1]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    settings = {} if template is None else {"chat_template": template}
+    train = preferences(files=str(tmp_path / "a.jsonl"), max_seq_len=150, tokenizer=chat_tokenizer, **settings).train
+    pair = train[0]
+    for which, text in ((1, "see</s>a</s>"), (2, "see</s>")):
+        targets = pair["labels"][(pair["answers"] == which) & (pair["labels"] != -100)]
+        assert chat_tokenizer.spell(targets.tolist()) == text
+    assert train.report.targets == len(chat_tokenizer.encode_batch(["see</s>a</s>see</s>"])[0])
+
+
+def test_an_answer_that_another_begins_with_is_told_as_such(tmp_path, chat_tokenizer):
+    prompt, good = ({"role": role, "content": "hi"} for role in ("user", "assistant"))
+    row = {"chosen": [prompt, good], "rejected": [prompt]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=r"a.jsonl:1: rejected: is what the other begins with"):
+        preferences(files=str(tmp_path / "a.jsonl"), max_seq_len=80, tokenizer=chat_tokenizer)
+
+
 # Runs.
 
 
