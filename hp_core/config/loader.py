@@ -43,13 +43,15 @@ class Recipe:
     def with_plugins(self, names: Sequence[str]) -> Recipe:
         """Return a copy that activates these plugins.
 
-        Where the list has the same name already, it stays as it was written; any other is one of the command line.
+        They are those of the list, by these names or others, and then those of the command line.
         """
         written = self.tree.get("plugins")
         old: Sequence[Node] = written.items if isinstance(written, ListNode) else ()
         before = self.config.plugins
         items = tuple(
-            old[index] if before[index : index + 1] == [name] else from_data(name, Origin(option=f"--plugin {name}"))
+            old[index]
+            if before[index : index + 1] == [name]
+            else from_data(name, old[index].origin if index < len(old) else Origin(option=f"--plugin {name}"))
             for index, name in enumerate(names)
         )
         if items == tuple(old):

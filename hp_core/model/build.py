@@ -55,7 +55,8 @@ def build_transformers_model(
         pretrained=pretrained,
         revision=revision,
         trust_remote_code=trust_remote_code,
-        model_types=kind.families,
+        # Of a pretrained one, the class that is built from it knows more.
+        model_types=kind.families if pretrained is None else None,
         kind=kind.title,
     )
     generation = generation_config_of(pretrained, revision, generation_config or {}, settings)

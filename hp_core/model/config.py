@@ -39,16 +39,20 @@ def model_config(
         pretrained: a directory or hub id; None makes the configuration of the `model_type` in `values`.
         revision: that of the hub's.
         trust_remote_code: let code of the repository run.
-        model_types: the values of `model_type` that the builder has a model for; None takes all of transformers'.
+        model_types: the values of `model_type` that the builder has a model for; None takes all of transformers'. Where
+            code of a repository may run, that of `pretrained` may be another.
         kind: what errors call such a model.
 
     Raises:
-        ArgumentError: a directory that is none, an unknown `model_type`, an unknown key, or a value transformers
-            refuses. The path says which key of `config` it is.
+        ArgumentError: a directory that is none, a `model_type` that is unknown or none of `model_types`, an unknown
+            key, or a value transformers refuses. The path says which key of `config` it is.
     """
     values = dict(values)
     if pretrained is not None:
         config = _load_config(pretrained, revision, trust_remote_code)
+        if model_types is not None and config.model_type not in model_types and not trust_remote_code:
+            message = f"holds a {config.model_type!r}, which is no {kind}"
+            raise ArgumentError("pretrained", message, "use another component")
         _refuse_unknown_keys(type(config), values)
         for key, value in values.items():
             _set(config, key, value)

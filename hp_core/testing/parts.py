@@ -43,15 +43,24 @@ checkpoint: {save_every: 2}
 class NumberedRows:
     """`num_rows` rows; row r counts up in steps of r + 2, and its labels are shifted by one.
 
-    Rows differ in how many labels they have, so that a mean of means would show; those of `silent` have none.
+    Rows differ in how many labels they have, so that a mean of means would show; those of `silent` have none. They
+    are cut into `documents` of about one length.
     """
 
     report = None
 
-    def __init__(self, num_rows: int, length: int, vocab: int, silent: set[int], columns: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        length: int,
+        vocab: int,
+        silent: set[int],
+        columns: tuple[str, ...] = (),
+        documents: int = 1,
+    ) -> None:
         self.num_rows, self.max_seq_len, self.vocab, self.silent = num_rows, length, vocab, silent
-        self.columns = columns
-        self.fingerprint = f"numbered-{num_rows}-{length}-{vocab}-{sorted(silent)}-{columns}"
+        self.columns, self.documents = columns, documents
+        self.fingerprint = f"numbered-{num_rows}-{length}-{vocab}-{sorted(silent)}-{columns}-{documents}"
 
     def __len__(self) -> int:
         return self.num_rows
@@ -63,7 +72,7 @@ class NumberedRows:
         labels[: index % (self.max_seq_len - 2)] = IGNORED_LABEL
         if index in self.silent:
             labels[:] = IGNORED_LABEL
-        positions = np.arange(self.max_seq_len)
+        positions = np.arange(self.max_seq_len) % -(-self.max_seq_len // self.documents)
         sample: Sample = {"index": index, "input_ids": ids[:-1], "labels": labels, "position_ids": positions}
         for number, name in enumerate(self.columns):
             sample[name] = np.full(self.max_seq_len, 1.0 + number + index % 3, dtype=np.float32)  # type: ignore[literal-required]
@@ -77,11 +86,12 @@ def numbered_rows(
     silent: Annotated[list[int] | None, Field(description="Training rows without a label.")] = None,
     validation_rows: Annotated[int, Field(ge=0, description="Rows of the validation set.")] = 0,
     columns: Annotated[list[str] | None, Field(description="Names of arrays of positive numbers to add.")] = None,
+    documents: Annotated[int, Field(ge=1, description="Documents in a row.")] = 1,
 ) -> Datasets:
     """Rows that need no files, for tests of plugins."""
     names = tuple(columns or ())
-    validation = NumberedRows(validation_rows, length, vocab, set(), names) if validation_rows else None
-    return Datasets(NumberedRows(num_rows, length, vocab, set(silent or []), names), validation)
+    validation = NumberedRows(validation_rows, length, vocab, set(), names, documents) if validation_rows else None
+    return Datasets(NumberedRows(num_rows, length, vocab, set(silent or []), names, documents), validation)
 
 
 def plain_descent(*, model: nn.Module) -> SGD:

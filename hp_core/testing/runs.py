@@ -47,7 +47,13 @@ class FinishedRun:
 
 
 def run_recipe(
-    text: str, overrides: Sequence[str], folder: Path, *, nproc: int = 1, plugins: Sequence[str] = ()
+    text: str,
+    overrides: Sequence[str],
+    folder: Path,
+    *,
+    nproc: int = 1,
+    plugins: Sequence[str] = (),
+    is_apart: bool = False,
 ) -> FinishedRun:
     """Write a recipe into `folder` and train it there.
 
@@ -57,6 +63,7 @@ def run_recipe(
         folder: where the recipe and, unless an override names another `output_dir`, the run are written.
         nproc: ranks; one trains in this process.
         plugins: plugins to activate besides the recipe's.
+        is_apart: train in a new process even where there is one rank.
 
     Raises:
         InputError: the recipe, the plugins or what they build are refused.
@@ -69,7 +76,7 @@ def run_recipe(
     if not any(option.startswith("--output_dir=") for option in options):
         options.append(f"--output_dir={_new_path(folder, 'run')}")
     recipe = checked_recipe(str(path), options, plugins, nproc)
-    if nproc == 1:
+    if nproc == 1 and not is_apart:
         with undisturbed():
             report = train(recipe, environment=ProcessEnvironment(), extra_plugins=plugins)
     else:
@@ -144,6 +151,9 @@ def _train_rank(
     if cache is not None:
         os.environ["HP_CACHE_DIR"] = cache  # the server that ranks are forked from may be older than it
     importlib.invalidate_caches()  # and modules may have been written since
+    if environment.world_size == 1:
+        # One process is no group of ranks, here as elsewhere.
+        environment = ProcessEnvironment()
     try:
         return _Ended(train(load_recipe(path, options), environment=environment, extra_plugins=plugins))
     except InputError as error:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hp_core.checkpoint.layout import complete_checkpoints
 from hp_core.cli.checked import checked_recipe
@@ -25,10 +27,13 @@ from hp_core.testing.checks import require
 from hp_core.testing.parts import TINY_RECIPE
 from hp_core.testing.runs import FinishedRun, run_recipe, undisturbed
 from hp_core.training.base import BaseTrainer
+from hp_core.training.run import Run
 from hp_core.training.session import train
 
 NUM_STEPS, ROWS_PER_STEP = 4, 4
 _TIMES = frozenset({"step_time_s", "data_time_s", "tokens_per_second", "eval_time_s"})
+# Rows of several documents, which a trainer must keep apart.
+PACKED_RECIPE = TINY_RECIPE.replace("  validation_rows: 2\n", "  validation_rows: 2\n  documents: 3\n")
 # Gradients of nearly 0 stay so small here, where Adam would blow their rounding up.
 _DESCENT = "optimizer={_target_: hp_core.testing.parts.plain_descent}"
 
@@ -39,7 +44,7 @@ class TrainerCase:
 
     component: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    recipe: str = TINY_RECIPE
+    recipe: str = PACKED_RECIPE
     tolerance: float = 1e-5
 
     def overrides(self, *more: str) -> list[str]:
@@ -64,12 +69,14 @@ class TrainerCase:
         with tempfile.TemporaryDirectory() as directory:
             return Outcome.of(self.run_in(Path(directory), *more, nproc=nproc, plugin=plugin))
 
-    def run_in(self, folder: Path, *more: str, nproc: int = 1, plugin: str | None = None) -> FinishedRun:
-        """Train in a folder that stays."""
+    def run_in(
+        self, folder: Path, *more: str, nproc: int = 1, plugin: str | None = None, is_apart: bool = False
+    ) -> FinishedRun:
+        """Train in a folder that stays; `is_apart` is in a new process, which remembers nothing."""
         if plugin is not None:
             (folder / "kit_rows.py").write_text(plugin, encoding="utf-8")
         plugins = [] if plugin is None else ["kit_rows.py"]
-        return run_recipe(self.recipe, self.overrides(*more), folder, nproc=nproc, plugins=plugins)
+        return run_recipe(self.recipe, self.overrides(*more), folder, nproc=nproc, plugins=plugins, is_apart=is_apart)
 
     @contextmanager
     def trained(self) -> Iterator[BaseTrainer]:
@@ -150,34 +157,111 @@ def _is_close(one: Any, other: Any, tolerance: float, largest: float) -> bool:
     return bool(one == other)
 
 
-# A plugin that changes which rows there are; run directories hold its text.
+# A plugin that changes which rows there are, and what they hold; run directories hold its text.
 ROWS = """\
 from hp_core import hookimpl
-from hp_core.testing.trainer_runs import with_rows
+from hp_core.testing.trainer_runs import {change}, keep_beginning, with_rows
 
 
 @hookimpl(wrapper=True)
 def build_dataset():
-    return with_rows((yield), {number}, {is_empty})
+    return with_rows((yield), {number}, {change})
+"""
+ALL_ROWS = 10**9
+
+# More of that plugin: the weights before the first step, in a file of the run.
+BEGINNING = "beginning.pt"
+KEEPS_BEGINNING = """
+
+@hookimpl
+def on_train_start(run):
+    keep_beginning(run)
 """
 
+# A row, and an empty one of the same data.
+Change = Callable[[Sample, Sample], Mapping[str, Any]]
 
-def with_rows(built: object, number: int, is_empty: bool) -> Datasets:
-    """The training data with its first rows alone, or with as many empty ones instead."""
+
+def as_it_is(row: Sample, empty: Sample) -> Mapping[str, Any]:
+    """The row."""
+    del empty
+    return row
+
+
+def emptied(row: Sample, empty: Sample) -> Mapping[str, Any]:
+    """The empty row."""
+    del row
+    return empty
+
+
+def cut(row: Sample, empty: Sample) -> Mapping[str, Any]:
+    """The row without its end, of which four rows in a row lack more and more; padding is what comes behind.
+
+    It is padded as the data set does it, by tokens that a model may know, or else like an empty row.
+    """
+    size, end = len(row["input_ids"]), _end(row)
+    # Images have their places among the tokens; how a row without padding would be padded isn't known.
+    if "images" in row or (end == size and "is_padding" in row):
+        return row
+    kept = end - end * (row["index"] % 4) // 5
+    blank = _arrays(row if end < size else empty)
+    parts = {
+        name: np.concatenate([value[:kept], np.repeat(blank[name][-1:], size - kept, axis=0)])
+        for name, value in _arrays(row).items()
+    }
+    parts["position_ids"][kept:] = np.arange(size - kept)
+    return {**row, **parts, "is_padding": np.arange(size) >= kept}
+
+
+def turned(row: Sample, empty: Sample) -> Mapping[str, Any]:
+    """The row with its documents in the opposite order, the last one first."""
+    del empty
+    if "images" in row:
+        return row
+    size, end = len(row["input_ids"]), _end(row)
+    positions = row["position_ids"][:end]
+    begins = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist()]
+    pieces = [np.arange(begin, until) for begin, until in zip(begins, [*begins[1:], end], strict=True)]
+    order = np.concatenate([*reversed(pieces), np.arange(end, size)])
+    return {**row, **{name: value[order] for name, value in _arrays(row).items()}}
+
+
+def keep_beginning(run: Run) -> None:
+    """Write the weights of a run that has one process."""
+    assert run.model is not None
+    torch.save(dict(run.model.state_dict()), run.directory.path / BEGINNING)
+
+
+def with_rows(built: object, number: int, change: Change) -> Datasets:
+    """The training data with its first rows alone, each of them changed."""
     datasets = as_datasets(built)
-    return dataclasses.replace(datasets, train=_Rows(datasets.train, number, is_empty))
+    return dataclasses.replace(datasets, train=_Rows(datasets.train, number, change))
+
+
+def _end(row: Sample) -> int:
+    """Where the padding behind the last token begins."""
+    size = len(row["input_ids"])
+    tokens = np.flatnonzero(~row["is_padding"]) if "is_padding" in row else np.arange(size)
+    return int(tokens[-1]) + 1 if tokens.size else 0
+
+
+def _arrays(row: Sample) -> dict[str, NDArray[Any]]:
+    """Those of a value for each token, as collators tell them."""
+    size = len(row["input_ids"])
+    return {name: one for name, one in row.items() if isinstance(one, np.ndarray) and one.shape[:1] == (size,)}
 
 
 class _Rows:
     report = None
 
-    def __init__(self, dataset: RowDataset, number: int, is_empty: bool) -> None:
-        self._dataset, self._number, self._is_empty = dataset, number, is_empty
+    def __init__(self, dataset: RowDataset, number: int, change: Change) -> None:
+        self._dataset, self._number, self._change = dataset, number, change
         self.max_seq_len = dataset.max_seq_len
-        self.fingerprint = f"{dataset.fingerprint}-{number}-{is_empty}"
+        # The order of rows follows from it, which must be the same whatever a row holds.
+        self.fingerprint = f"{dataset.fingerprint}-{number}"
 
     def __len__(self) -> int:
         return min(self._number, len(self._dataset))
 
     def __getitem__(self, index: int, /) -> Sample:
-        return self._dataset[EMPTY_ROW if self._is_empty else index]
+        return cast(Sample, self._change(self._dataset[index], self._dataset[EMPTY_ROW]))

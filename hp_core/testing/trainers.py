@@ -23,14 +23,30 @@ from hp_core.testing.checks import (
     require_close,
     require_equal,
 )
-from hp_core.testing.parts import TINY_RECIPE
-from hp_core.testing.trainer_runs import NUM_STEPS, ROWS, ROWS_PER_STEP, Outcome, TrainerCase, require_close_rows
+from hp_core.testing.trainer_runs import (
+    ALL_ROWS,
+    BEGINNING,
+    KEEPS_BEGINNING,
+    NUM_STEPS,
+    PACKED_RECIPE,
+    ROWS,
+    ROWS_PER_STEP,
+    Outcome,
+    TrainerCase,
+    require_close_rows,
+)
+from hp_core.training.accounting import on_device
 from hp_core.training.base import BaseTrainer
+from hp_core.training.evaluation import evaluating
 from hp_core.training.state import random_state
 
 _DENOMINATOR = (
     "return from postforward what the loss returned, and divide nothing by the rows, tokens or micro-batches of a "
     "batch: the engine weighs by what `reduction` declares"
+)
+_DOCUMENTS = (
+    "hand the position_ids on to the model, and let nothing else depend on where in a row a document is: a document's "
+    "positions begin at 0"
 )
 _PADDING = "let labels of empty rows and of padding stay -100 in what get_batch returns, so that nothing counts them"
 
@@ -39,7 +55,7 @@ def trainer_checks(
     component: Callable[..., Any],
     /,
     *,
-    recipe: str = TINY_RECIPE,
+    recipe: str = PACKED_RECIPE,
     tolerance: float = 1e-5,
     skip: Mapping[str, str] | None = None,
     **arguments: Any,
@@ -73,6 +89,11 @@ class TrainerChecks:
             ),
             "micro_batches": ("loss and weights don't depend on the micro-batches", self.check_micro_batches),
             "padding": ("empty rows, which fill up a step, add exactly nothing", self.check_padding),
+            "lengths": (
+                "rows of different lengths in a micro-batch are what they are alone",
+                self.check_lengths,
+            ),
+            "documents": ("documents in a row don't see each other, in whatever order they are", self.check_documents),
             "no_targets": ("a step without targets moves nothing", self.check_no_targets),
             "two_ranks": ("loss and weights on two ranks are those of one process", self.check_two_ranks),
             "resume": ("a run that is stopped and resumed goes on to the last bit", self.check_resume),
@@ -112,17 +133,36 @@ class TrainerChecks:
 
     def check_padding(self) -> None:
         """Steps that a micro-batch fills up with empty rows, and the same steps in micro-batches of one row."""
-        plugin = ROWS.format(number=ROWS_PER_STEP + 2, is_empty=False)
+        plugin = ROWS.format(number=ROWS_PER_STEP + 2, change="as_it_is")
         wanted = self.case.run("training.micro_batch_size=1", plugin=plugin)
         found = self.case.run(f"training.micro_batch_size={ROWS_PER_STEP}", plugin=plugin)
         self._compare(found, wanted, "with two empty rows in every second step", _PADDING)
 
+    def check_lengths(self) -> None:
+        """Steps of rows that are cut at different places, together and one by one."""
+        plugin = ROWS.format(number=ALL_ROWS, change="cut")
+        wanted = self.case.run("training.micro_batch_size=1", plugin=plugin)
+        found = self.case.run(f"training.micro_batch_size={ROWS_PER_STEP}", plugin=plugin)
+        hint = f"how long the others of a micro-batch are must not matter: {_PADDING}"
+        self._compare(found, wanted, "with rows of different lengths in a micro-batch", hint)
+
+    def check_documents(self) -> None:
+        """Steps of rows whose documents are in the opposite order; rows of one document are as before."""
+        wanted, found = (
+            self.case.run(plugin=ROWS.format(number=ALL_ROWS, change=change)) for change in ("as_it_is", "turned")
+        )
+        self._compare(found, wanted, "with the documents of each row in the opposite order", _DOCUMENTS)
+
     def check_no_targets(self) -> None:
         """Steps of nothing but empty rows."""
-        run = self.case.run("training.train_iters=2", plugin=ROWS.format(number=2 * ROWS_PER_STEP, is_empty=True))
+        plugin = ROWS.format(number=2 * ROWS_PER_STEP, change="emptied") + KEEPS_BEGINNING
+        with tempfile.TemporaryDirectory() as directory:
+            finished = self.case.run_in(Path(directory), "training.train_iters=2", plugin=plugin)
+            beginning, run = torch.load(finished.directory / BEGINNING, weights_only=True), Outcome.of(finished)
         for row in run.steps:
             text = f"a step of empty rows counts {row['tokens']} tokens and has the loss {row['loss']!r}; {_PADDING}"
             require(row.get("skipped") == "no tokens", text)
+        require_equal(run.weights[1], beginning, "after a first step of empty rows a weight", _PADDING)
         require_equal(run.weights[2], run.weights[1], "after a step of empty rows a weight", _PADDING)
 
     def check_two_ranks(self) -> None:
@@ -133,15 +173,19 @@ class TrainerChecks:
             self._compare(found, self._plain, how, f"every rank must hand on what its own rows say; {_DENOMINATOR}")
 
     def check_resume(self) -> None:
-        """A run that ends after half of its steps, and another that goes on."""
-        with tempfile.TemporaryDirectory() as directory:
-            folder, half = Path(directory), NUM_STEPS // 2
-            first = self.case.run_in(folder, f"training.stop_after={half}")
-            rest = Outcome.of(self.case.run_in(folder, f"checkpoint.resume={first.directory}"))
-        hint = "what a trainer remembers from step to step is in no checkpoint; let it follow from the rows"
-        wanted = self._plain
-        require_close_rows(rest.steps[-half:], wanted.steps[-half:], 0.0, "resumed,", hint)
-        require_equal(rest.last, wanted.last, "resumed, a weight", hint)
+        """Runs that end after one step and after half of them, and others that go on, one of them in a new process."""
+        # What has a period of two steps is after two as at the beginning; what a module or class remembers is
+        # forgotten by a new process alone.
+        for stop, is_apart in ((NUM_STEPS // 2, False), (1, True)):
+            with tempfile.TemporaryDirectory() as directory:
+                folder = Path(directory)
+                first = self.case.run_in(folder, f"training.stop_after={stop}")
+                resumed = self.case.run_in(folder, f"checkpoint.resume={first.directory}", is_apart=is_apart)
+                rest = Outcome.of(resumed)
+            number, how = NUM_STEPS - stop, f"resumed after step {stop}{' in another process' * is_apart},"
+            hint = "what a trainer remembers from step to step is in no checkpoint; let it follow from the rows"
+            require_close_rows(rest.steps[-number:], self._plain.steps[-number:], 0.0, how, hint)
+            require_equal(rest.last, self._plain.last, f"{how} a weight", hint)
 
     def check_evaluation(self) -> None:
         """Runs with an evaluation after each step, and the one without."""
@@ -155,23 +199,31 @@ class TrainerChecks:
         require_close_rows(found, wanted, 10 * self.case.tolerance, "with smaller micro-batches", _DENOMINATOR)
 
     def check_export(self) -> None:
-        """Weights of an export, as transformers loads them."""
+        """Weights of an export, as transformers loads them, and what it then makes of a batch."""
         import transformers
 
-        with tempfile.TemporaryDirectory() as directory:
-            run = self.case.run_in(Path(directory))
-            facts = run.manifest["export"]
-            why = facts.get("why_not") or "it can't be exported"
+        with self.case.trained() as trainer, tempfile.TemporaryDirectory() as directory:
+            facts = trainer.run.manifest["export"]
+            why = facts["why"] or "it can't be exported"
             require(bool(facts["possible"]), f"{why}; if that is meant, skip this check with the reason")
-            target = Path(directory) / "exported"
-            export_checkpoint(run.directory, target)
-            kind = getattr(transformers, transformers.AutoConfig.from_pretrained(target).architectures[0])
-            loaded = kind.from_pretrained(target).state_dict()
-            wanted = Outcome.of(run).last
-            shared = {name: one for name, one in wanted.items() if name in loaded}
-            require(bool(shared), "the exported model has none of the weights by the names in the checkpoint")
-            found = {name: loaded[name].cpu() for name in shared}
+            export_checkpoint(trainer.run.directory.path, Path(directory) / "exported")
+            name = transformers.AutoConfig.from_pretrained(Path(directory) / "exported").architectures[0]
+            loaded = getattr(transformers, name).from_pretrained(Path(directory) / "exported").to(trainer.setup.device)
+            # Adapters and replaced modules have other names.
+            exported, trained = ({**one.state_dict()} for one in (loaded, trainer.model))
+            shared = {name: one for name, one in trained.items() if name in exported}
+            require(bool(shared), "the exported model has none of the weights by the names in the trained one")
+            found = {name: exported[name] for name in shared}
             require_equal(found, shared, "the exported model", "export writes what was trained")
+            dataset = trainer.datasets.train
+            inputs, _ = trainer.get_batch(iter(trainer._loader(dataset, [[0, 1]])))
+            inputs = on_device(inputs, trainer.setup.device)
+            with evaluating(trainer.model, loaded):
+                outputs = [one(**inputs) for one in (loaded, trainer.model)]
+            if all("logits" in one for one in outputs):
+                logits, wanted = ({"the logits": one["logits"]} for one in outputs)
+                hint = "what a trainer changes of a model's computation is in no export"
+                require_close(logits, wanted, self.case.tolerance, "the exported model: the largest", hint)
 
     def _compare(self, found: Outcome, wanted: Outcome, how: str, hint: str) -> None:
         require_close_rows(found.steps, wanted.steps, 10 * self.case.tolerance, how, hint)

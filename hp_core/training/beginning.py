@@ -18,12 +18,13 @@ from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.run import on_main
 
 
-@dataclass(frozen=True)
+@dataclass
 class Beginning:
     """How a recipe's run begins.
 
     `resume` is what the recipe says. `kept` is the directory of an earlier attempt of this launch, which is gone on in
-    whatever the recipe says. `broken` are the checkpoints that were found to be, and what is wrong with them.
+    whatever the recipe says. `broken` are the checkpoints that `directory` has found to be, and what is wrong with
+    them; it grows with each.
     """
 
     recipe: Path
@@ -32,7 +33,7 @@ class Beginning:
     overwrite: bool
     kept: str | None
     now: datetime = field(default_factory=datetime.now)
-    broken: dict[Path, str] = field(default_factory=dict)
+    broken: dict[Path, str] = field(default_factory=dict, init=False)
 
     def directory(self, setup: DistributedSetup) -> RunDirectory:
         """Where the run writes, and the newest intact checkpoint that it goes on from. Every rank calls it."""

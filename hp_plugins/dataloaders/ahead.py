@@ -29,7 +29,13 @@ def each_ahead(jobs: Iterable[Job], work: Callable[[Job], Result], number: int) 
     tasks: SimpleQueue[Callable[[], Result] | None] = SimpleQueue()
     outcomes: SimpleQueue[_Done[Result] | _Raised] = SimpleQueue()
     is_closed = threading.Event()
-    thread = LooseThread(partial(_do_all, tasks, outcomes, is_closed), "reading-ahead")
+
+    def let_go() -> None:
+        is_closed.set()
+        tasks.put(None)
+
+    # What is still open when a script ends is closed by nobody else.
+    thread = LooseThread(partial(_do_all, tasks, outcomes, is_closed), "reading-ahead", let_go)
     thread.start()
     num_pending = 0
     try:
@@ -42,8 +48,7 @@ def each_ahead(jobs: Iterable[Job], work: Callable[[Job], Result], number: int) 
         for _ in range(num_pending):
             yield _result(outcomes.get())
     finally:
-        is_closed.set()
-        tasks.put(None)
+        let_go()
         # The garbage collector, which closes what is forgotten, works in any thread.
         if thread is not threading.current_thread():
             thread.join(_PATIENCE_SECONDS)

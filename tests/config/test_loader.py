@@ -340,3 +340,10 @@ def test_a_recipe_twice_as_long_takes_about_twice_as_long(bench: Workbench) -> N
 )
 def test_faulty_section(bench: Workbench, old: str, new: str, line: str) -> None:
     assert bench.errors(MINIMAL.replace(old, new)) == [f"recipe.yaml:{line}"]
+
+
+def test_a_plugin_by_another_name_stays_where_the_recipe_has_it(bench: Workbench) -> None:
+    recipe = bench.load(f"{MINIMAL}plugins: [a, b]\n").with_plugins(["a", "/b", "c"])
+    assert recipe.config.plugins == ["a", "/b", "c"]
+    assert str(recipe.origin("plugins[1]")).endswith("recipe.yaml:5:14")
+    assert str(recipe.origin("plugins[2]")) == "--plugin c"

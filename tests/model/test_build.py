@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hp_core.config.models import FsdpConfig, MixedPrecisionConfig
 from hp_core.errors import ArgumentError
+from hp_core.model.config import model_config
 from hp_core.testing.ranks import run_ranks
 from tests.model.tiny import COMMON, FAMILIES, LLAMA, LLAMA_TIED, QWEN3_MOE, a_setup, build, whole
 
@@ -239,3 +240,11 @@ def test_attention_code_that_a_family_lacks_is_told_at_its_argument() -> None:
     with a_setup() as setup, pytest.raises(ArgumentError, match="does not support 'sdpa'") as caught:
         build(setup, config)
     assert (caught.value.path, caught.value.hint) == ("attn_implementation", "write attn_implementation: eager")
+
+
+def test_a_pretrained_model_of_another_kind_is_none_for_a_builder_that_says_which_it_has(tmp_path):
+    model_config(LLAMA).save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match=r"holds a 'llama', which is no reader") as caught:
+        model_config({}, pretrained=str(tmp_path), model_types={"gpt2"}, kind="reader")
+    assert caught.value.path == "pretrained"
+    assert model_config({}, pretrained=str(tmp_path), model_types={"llama"}).model_type == "llama"

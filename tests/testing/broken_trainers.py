@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -106,3 +106,78 @@ class DependsOnTheRank(TextTrainer):
 
     def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
         return super().postforward(outputs, loss_inputs) * (1 + self.setup.rank)
+
+
+class DropsPositions(TextTrainer):
+    """Lets the model number the tokens of a row, over all its documents."""
+
+    def _build_get_batch(self) -> None:
+        super()._build_get_batch()
+        theirs = self.get_batch
+
+        def without(iterator: Iterator[Any]) -> Any:
+            model_inputs, loss_inputs = theirs(iterator)
+            del model_inputs["position_ids"]
+            return model_inputs, loss_inputs
+
+        self.get_batch = without
+
+
+class DividesByLength(TextTrainer):
+    """Weighs tokens less the longer the longest row of a micro-batch is."""
+
+    def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
+        return super().postforward(outputs, loss_inputs) / loss_inputs["labels"].shape[1]
+
+
+class Alternates(TextTrainer):
+    """Weighs every second step less."""
+
+    steps = 0
+
+    def train_step(self, iterator: Iterator[Any]) -> None:
+        self.steps += 1
+        super().train_step(iterator)
+
+    def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
+        return super().postforward(outputs, loss_inputs) / (1 + self.steps % 2)
+
+
+class AlternatesAsAClass(TextTrainer):
+    """Weighs one of four steps less, of all that its process has ever taken."""
+
+    steps: ClassVar[list[int]] = []
+
+    def train_step(self, iterator: Iterator[Any]) -> None:
+        self.steps.append(1)
+        super().train_step(iterator)
+
+    def postforward(self, outputs: Any, loss_inputs: dict[str, Any]) -> Any:
+        return super().postforward(outputs, loss_inputs) / (1 + (len(self.steps) % 4 == 2))
+
+
+class SharpensLogits(TextTrainer):
+    """Doubles the logits by a hook, which no file of the model tells of."""
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        self.model.lm_head.register_forward_hook(lambda module, arguments, output: 2 * output)
+
+
+class HidesItsModel(TextTrainer):
+    """Trains a model of a class that transformers doesn't have."""
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        kind = type(self.model)
+        self.model.__class__ = type(f"Own{kind.__name__}", (kind,), {})
+
+
+class MovesAtOnce(TextTrainer):
+    """Scales the model's head before the first step."""
+
+    def train_step(self, iterator: Iterator[Any]) -> None:
+        if self.run.state.step == 0:
+            with torch.no_grad():
+                self.model.lm_head.weight.mul_(0.5)
+        super().train_step(iterator)

@@ -28,10 +28,17 @@ CAUGHT = [
     (broken.DividesByRows, "padding", "with two empty rows in every second step 'loss' of step 1 is"),
     (broken.DrawsAtRandom, "get_batch", "get_batch draws from the global random stream of torch"),
     (broken.Remembers, "get_batch", "for the same rows a second time, the model's inputs: labels is off by"),
-    (broken.Remembers, "resume", "resumed, 'tokens' of step 4 is"),
+    (broken.Remembers, "resume", "resumed after step 2, 'tokens' of step 4 is"),
+    (broken.Alternates, "resume", "resumed after step 1 in another process, 'loss' of step 2 is"),
+    (broken.AlternatesAsAClass, "resume", "resumed after step 1 in another process, 'loss' of step 2 is"),
     (broken.TakesTwo, "get_batch", "takes more than one batch off the loader"),
     (broken.TrainsOnPadding, "padding", "with two empty rows in every second step 'tokens' of step 2 is"),
+    (broken.DividesByLength, "lengths", "with rows of different lengths in a micro-batch 'loss' of step 1 is"),
+    (broken.DropsPositions, "documents", "the documents of each row in the opposite order 'loss' of step 1 is"),
     (broken.TrainsOnPadding, "no_targets", "a step of empty rows counts"),
+    (broken.MovesAtOnce, "no_targets", "after a first step of empty rows a weight: lm_head.weight is off by"),
+    (broken.SharpensLogits, "export", "the exported model: the largest of the logits is off by"),
+    (broken.HidesItsModel, "export", "OwnLlamaForCausalLM is not part of transformers"),
     (broken.CountsEvaluations, "evaluation", "with evaluations in between, 'loss' of step 2 is"),
     (broken.DependsOnTheRank, "two_ranks", "on two ranks with micro-batches of 2 rows 'loss' of step 1 is"),
 ]
@@ -46,6 +53,6 @@ def test_a_broken_promise_is_caught_by_its_own_check(component: Any, name: str, 
 
 
 def test_a_faulty_trainer_keeps_its_other_promises() -> None:
-    """Evaluations are filled up with empty rows as steps are."""
+    """Evaluations are filled up with empty rows as steps are, and its targets reach across documents."""
     found = failures(TrainerChecks(TrainerCase(broken.TrainsOnPadding)).checks(), ON_RANKS)
-    assert set(found) == {"padding", "no_targets", "evaluation"}
+    assert set(found) == {"padding", "lengths", "documents", "no_targets", "evaluation"}

@@ -41,10 +41,10 @@ class PairRows:
         answers, positions = np.zeros(size, dtype=np.int64), np.arange(size) - pair.num_tokens
         begin, first = 0, len(pair.prompt) - 1
         for which, answer in ((CHOSEN, pair.chosen), (REJECTED, pair.rejected)):
-            ids = [*pair.prompt, *answer]
+            ids = [*pair.prompt, *(one for one, _ in answer)]
             end = begin + len(ids)
             row["input_ids"][begin:end] = ids
-            row["labels"][begin + first : end - 1] = answer
+            row["labels"][begin + first : end - 1] = [label for _, label in answer]
             answers[begin + first : end - 1] = which
             positions[begin:end] = np.arange(len(ids))
             begin = end
@@ -117,7 +117,7 @@ def _rows(pairs: Sequence[TokenPair], *, max_seq_len: int, pad_id: int, dropped:
         empty_documents=0,
         short_documents=0,
         tokens=tokens,
-        targets=sum(len(one.chosen) + len(one.rejected) for one in pairs),
+        targets=sum(label >= 0 for one in pairs for _, label in (*one.chosen, *one.rejected)),
         rows=len(pairs),
         padding_tokens=len(pairs) * max_seq_len - tokens,
         dropped_documents=dropped,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -29,6 +29,21 @@ class HasAdapter(Protocol):
     def disable_adapter(self) -> AbstractContextManager[Any]:
         """The model without its adapter, inside the block."""
         ...
+
+
+@runtime_checkable
+class HasEmbeddings(Protocol):
+    """A model of transformers, or one around it."""
+
+    def get_input_embeddings(self) -> Any:
+        """What its tokens become first."""
+        ...
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many tokens a model knows, whatever its configuration calls that; None where it can't be told."""
+    embeddings = model.get_input_embeddings() if isinstance(model, HasEmbeddings) else None
+    return embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else None
 
 
 def answer_log_probs(logits: torch.Tensor, loss_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -68,22 +83,16 @@ class Reference:
             restore_random_state(drawn)
             replacer = ModuleReplacer(run.config.plan_overrides, run.plugins.hook.replace_module)
             setup = dataclasses.replace(setup, replacer=replacer)
-            built = run.plugins.hook.build_model(
-                config=run.config,
-                distributed_setup=setup,
-                peft_config=None,
-                activation_checkpoint=None,
-                activation_swap=None,
-                compile_config=None,
-            )
+            others = dict.fromkeys(("peft_config", "activation_checkpoint", "activation_swap", "compile_config"))
+            built = run.plugins.hook.build_model(config=run.config, distributed_setup=setup, **others)
         else:
             try:
                 built = causal_lm(pretrained=path, distributed_setup=setup)
             except ArgumentError as error:
                 raise InputError(trainer.problem("reference", error.message, error.hint)) from error
         restore_random_state(random)
-        found, wanted = built.config.vocab_size, policy.config.vocab_size
-        if found != wanted:
+        found, wanted = vocabulary_of(built), vocabulary_of(policy)
+        if found != wanted and None not in (found, wanted):
             message = f"{path!r} has a vocabulary of {found}, the policy one of {wanted}"
             raise InputError(trainer.problem("reference", message, "a model with the policy's tokenizer is needed"))
         return cls(built.requires_grad_(False).eval())
@@ -101,22 +110,23 @@ class Reference:
 
     def log_probs(self, model_inputs: Mapping[str, Any], loss_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The log-probabilities of both answers of each pair, `[pairs, 2]`. Every rank calls it."""
+        with self._at_rest():
+            return answer_log_probs(self._model(**model_inputs).logits, loss_inputs)
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """In evaluation mode, without gradients and without the adapter, inside the block."""
         # FSDP2 hands an adapter's flags, which are off in the block, on to parameters that it gathers meanwhile.
         flags = [(one, one.requires_grad) for one in self._model.parameters()]
-        with evaluating(self._model), self._without_adapter():
-            found = answer_log_probs(self._model(**model_inputs).logits, loss_inputs)
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
-        return found
-
-    def _without_adapter(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._adapter is None else self._adapter.disable_adapter()
+        try:
+            with evaluating(self._model), nullcontext() if self._adapter is None else self._adapter.disable_adapter():
+                yield
+        finally:
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
 
     def _moves(self, device: torch.device) -> bool:
         """Whether anything that is trained has a part in what it computes."""
-        flags = [(one, one.requires_grad) for one in self._model.parameters()]
-        with evaluating(self._model), self._without_adapter(), torch.enable_grad():
+        with self._at_rest(), torch.enable_grad():
             logits = self._model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False).logits
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
-        return bool(logits.requires_grad)
+            return bool(logits.requires_grad)

@@ -14,7 +14,7 @@ from hp_core.training.evaluation import Evaluation
 from hp_core.training.startup import told_of_the_loss
 from hp_core.training.state import random_state
 from hp_dpo.loss import PairLogProbs
-from hp_dpo.reference import Reference, answer_log_probs
+from hp_dpo.reference import Reference, answer_log_probs, vocabulary_of
 from hp_plugins.collators.rows import rows
 from hp_plugins.trainers.probes import check_isolation
 from hp_plugins.trainers.sampling import write_samples
@@ -42,6 +42,9 @@ class DpoTrainer(BaseTrainer):
             if size > 1:
                 message = f"{size} can't be: both answers of a pair, and both models, stay together"
                 raise InputError(Problem(message, path=f"accelerator.{key}", hint=f"write {key}: 1"))
+        if self.config.accelerator.loss_parallel:
+            message = "true can't be: an answer's log-probability is of whole logits"
+            raise InputError(Problem(message, path="accelerator.loss_parallel", hint="remove loss_parallel"))
         # Nothing that a recipe says is without effect.
         if self.config.dataloader.collate_fn is not None:
             message = "pairs are put together in one way"
@@ -73,8 +76,8 @@ class DpoTrainer(BaseTrainer):
         if "answers" not in self.datasets.train[0]:
             message = "its rows are no pairs: they have no array 'answers'"
             raise InputError(Problem(message, path="dataset", hint="write name: hp-dpo:preferences"))
-        size = self.model.config.vocab_size
-        if isinstance(self.tokenizer, Tokenizer) and self.tokenizer.vocab_size > size:
+        size = vocabulary_of(self.model)
+        if isinstance(self.tokenizer, Tokenizer) and size is not None and self.tokenizer.vocab_size > size:
             message = f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model's vocabulary only {size}"
             raise InputError(Problem(message, path="model", hint="both must be of one kind"))
         check_isolation(self.model, self.setup.device)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from hp_core.testing import tiny_model, trainer_checks
 from hp_core.testing.setups import tiny_setup
 from hp_dpo.data import preferences
 from hp_dpo.loss import DpoLoss, PairLogProbs
-from hp_dpo.reference import Reference, answer_log_probs
+from hp_dpo.reference import Reference, answer_log_probs, vocabulary_of
 from hp_dpo.trainer import DpoTrainer
 
 HERE = Path(__file__).parents[1]
@@ -185,6 +186,31 @@ def test_messages_are_rendered_and_the_prompt_is_what_both_share(tmp_path, chat_
         preferences(files=str(path), max_seq_len=80, tokenizer=chat_tokenizer)
 
 
+@pytest.mark.parametrize("template", [None, TEMPLATE.split("\n")[0] + "\n{% endfor %}"], ids=["prompts", "none"])
+def test_of_a_chat_only_what_the_assistant_generates_is_a_target(tmp_path, chat_tokenizer, template):
+    """Not its headers, which a template without a generation prompt writes with the answer, nor what tools say."""
+    turns = [
+        {"role": role, "content": text} for role, text in (("assistant", "see"), ("tool", "3"), ("assistant", "a"))
+    ]
+    row = {"prompt": [{"role": "user", "content": "hi"}], "chosen": turns, "rejected": turns[:1]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    settings = {} if template is None else {"chat_template": template}
+    train = preferences(files=str(tmp_path / "a.jsonl"), max_seq_len=150, tokenizer=chat_tokenizer, **settings).train
+    pair = train[0]
+    for which, text in ((1, "see</s>a</s>"), (2, "see</s>")):
+        targets = pair["labels"][(pair["answers"] == which) & (pair["labels"] != -100)]
+        assert chat_tokenizer.spell(targets.tolist()) == text
+    assert train.report.targets == len(chat_tokenizer.encode_batch(["see</s>a</s>see</s>"])[0])
+
+
+def test_an_answer_that_another_begins_with_is_told_as_such(tmp_path, chat_tokenizer):
+    prompt, good = ({"role": role, "content": "hi"} for role in ("user", "assistant"))
+    row = {"chosen": [prompt, good], "rejected": [prompt]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=r"a.jsonl:1: rejected: is what the other begins with"):
+        preferences(files=str(tmp_path / "a.jsonl"), max_seq_len=80, tokenizer=chat_tokenizer)
+
+
 # Runs.
 
 
@@ -264,6 +290,13 @@ def test_what_does_not_fit_is_refused(hp_run, overrides, told):
         hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", *overrides)
 
 
+def test_loss_parallelism_is_refused_by_name(hp_run):
+    cut = ("accelerator.tp_size=2", "accelerator.loss_parallel=true")
+    with pytest.raises(InputError, match=r"accelerator.loss_parallel: true can't be") as caught:
+        hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", *cut, nproc=2)
+    assert [one.hint for one in caught.value.problems] == ["remove loss_parallel"]
+
+
 @pytest.mark.parametrize("key", ["cp_size", "pp_size"])
 def test_parallelism_that_cuts_pairs_or_models_is_refused(hp_run, key):
     with pytest.raises(InputError, match=f"accelerator.{key}: 2 can't be"):
@@ -275,6 +308,32 @@ def test_tensor_ranks_give_the_same_numbers(hp_run):
     cut = hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", "accelerator.tp_size=2", nproc=2)
     for found, wanted in zip(metrics(cut), metrics(alone), strict=True):
         assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
+EXPERTS = (
+    "model={name: causal_lm, config: {model_type: mixtral, vocab_size: 257, hidden_size: 32, intermediate_size: 48,"
+    " num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 256,"
+    " num_local_experts: 4, num_experts_per_tok: 2}}"
+)
+
+
+def test_ranks_that_share_experts_give_the_same_numbers(hp_run):
+    alone = hp_run(RECIPE, *SHORT, EXPERTS, "training.micro_batch_size=4")
+    shared = hp_run(RECIPE, *SHORT, EXPERTS, "training.micro_batch_size=2", "accelerator.ep_size=2", nproc=2)
+    for found, wanted in zip(metrics(shared), metrics(alone), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_both_models_compute_in_bf16(hp_run, nproc):
+    """To the last bit, both models say the same of an answer before the first step."""
+    half = ("training.micro_batch_size=2", "mixed_precision.param_dtype=bfloat16", "optimizer.lr=0.001")
+    run = hp_run(RECIPE, *SHORT, *half, nproc=nproc)
+    exact = hp_run(RECIPE, *SHORT, "training.micro_batch_size=2", "optimizer.lr=0.001", nproc=nproc)
+    assert run.losses[0] == pytest.approx(math.log(2), abs=1e-8)
+    assert run.losses[1:] != exact.losses[1:]
+    assert run.losses == pytest.approx(exact.losses, rel=0.1)
+    assert run.losses[-1] < run.losses[0]
 
 
 def test_another_reference_is_another_run_and_the_same_model_the_same(hp_run, tmp_path):
@@ -295,7 +354,6 @@ def test_another_reference_is_another_run_and_the_same_model_the_same(hp_run, tm
 
 def lora_policy(scale: float = 0.1, *, distributed_setup: DistributedSetup) -> torch.nn.Module:
     """A frozen model with an adapter, which adds nothing where the scale is 0."""
-    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.0)
     torch.manual_seed(3)
     model = peft.get_peft_model(tiny_model("llama", vocab_size=257), config)
@@ -343,15 +401,17 @@ def test_without_its_adapter_the_policy_is_the_reference(hp_ranks):
 def test_a_model_with_an_adapter_is_trained_beside_itself(hp_run):
     model = "model={_target_: test_dpo.lora_policy, scale: 0.0}"
     longer = [one.replace("train_iters=3", "train_iters=20") for one in SHORT]
-    start = (*longer, model, "optimizer.lr=0.02", "training.micro_batch_size=2")
-    run = hp_run(RECIPE, *start)
+    start = (*longer, model, "optimizer.lr=0.02")
+    whole, half = "training.micro_batch_size=2", "training.micro_batch_size=1"
+    run = hp_run(RECIPE, *start, whole)
     assert run.losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert run.rows[-1]["eval_loss"] < math.log(2) - 0.01
     assert run.manifest["export"]["possible"] is True
-    two = hp_run(RECIPE, *start, nproc=2)
-    assert two.losses == pytest.approx(run.losses, rel=1e-3)
-    first = hp_run(RECIPE, *start, "training.stop_after=10")
-    rest = hp_run(RECIPE, *start, f"checkpoint.resume={first.directory}")
+    for size in (whole, half):
+        other = hp_run(RECIPE, *start, size, nproc=2)
+        assert other.losses == pytest.approx(run.losses, rel=1e-3)
+    first = hp_run(RECIPE, *start, whole, "training.stop_after=10")
+    rest = hp_run(RECIPE, *start, whole, f"checkpoint.resume={first.directory}")
     assert metrics(rest)[-3:] == metrics(run)[-3:]
 
 
@@ -389,6 +449,34 @@ def test_a_reference_that_would_move_is_refused():
     run = SimpleNamespace(setup=SimpleNamespace(device=torch.device("cpu")))
     with pytest.raises(InputError, match="what is trained is more than the adapter"):
         Reference.of(run, PartlyFrozen(), None, trainer, {})
+
+
+class Bigrams(torch.nn.Module):
+    """A model of no library, without a configuration: each token says what follows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(257, 257)
+
+    def get_input_embeddings(self):
+        return self.table
+
+    def forward(self, input_ids, position_ids, use_cache):
+        return SimpleNamespace(logits=self.table(input_ids))
+
+
+def bigrams(*, distributed_setup: DistributedSetup) -> torch.nn.Module:
+    model = Bigrams()
+    shard_model(model, distributed_setup)
+    return model
+
+
+def test_a_model_without_the_size_of_its_vocabulary_in_its_configuration_is_trained(hp_run):
+    run = hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", f"model={{_target_: {__name__}.bigrams}}")
+    assert run.losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert run.losses[-1] < run.losses[0]
+    assert vocabulary_of(Bigrams()) == vocabulary_of(tiny_model("llama", vocab_size=257)) == 257
+    assert vocabulary_of(torch.nn.Linear(2, 2)) is None
 
 
 class HalvedMLP(torch.nn.Module):
