@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 # Longer than reading a batch takes as a rule, and short enough for whoever waits for a script to end.
 _PATIENCE_S = 5.0
@@ -48,14 +49,17 @@ def _at_work() -> list[LooseThread]:
 
 
 def ended_with(code: int) -> int:
-    """Return `code`, what the process is to exit with; where a loose thread is at work, end the process here.
+    """Return `code`, what the process is to exit with; where a loose thread is at work, end the process here."""
+    return leave(code) if _at_work() else code
+
+
+def leave(code: int) -> NoReturn:
+    """End the process, whatever threads of native code are at.
 
     Python's own end unwinds the stack of a thread that comes out of native code. Libraries written in C++, such as
     torch and pyarrow, abort the process at that, and its exit code would be lost. What python does before it, waiting
     for the other threads above all, is done here as well.
     """
-    if not _at_work():
-        return code
     atexit.unregister(_wait)
     threading._shutdown()  # type: ignore[attr-defined]  # as python's own end does, before anything else
     atexit._run_exitfuncs()
