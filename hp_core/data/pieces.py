@@ -76,7 +76,7 @@ def kept_documents(
     sizes = np.minimum(whole, layout.max_seq_len) if layout.length_policy.startswith("truncate") else whole
     own_images = None if images is None else _Images.among(documents, images)
     if own_images is not None:
-        sizes = own_images.uncut(sizes)
+        sizes = own_images.uncut(sizes, (layout.length_policy == "truncate_eos") & (sizes < whole))
     starts = (np.cumsum(lengths) - lengths)[documents]
     is_cut = sizes < whole
     closes = np.zeros(len(documents), dtype=bool)
@@ -113,12 +113,19 @@ class _Images:
         own = images[is_among]
         return cls(places[is_among], own["start"], own["start"] + own["size"])
 
-    def uncut(self, sizes: Numbers) -> Numbers:
-        """The sizes, where one ends within an image reduced to where the image begins."""
-        is_cut = (self.begins < sizes[self.of]) & (self.ends > sizes[self.of])
+    def uncut(self, sizes: Numbers, closes: Mask) -> Numbers:
+        """The sizes, where one ends within an image reduced to where the image begins.
+
+        `closes`: `[documents]` where the end token takes the place of the last one, which no image can spare.
+        """
         reduced: Numbers = sizes.copy()
-        np.minimum.at(reduced, self.of[is_cut], self.begins[is_cut])
-        return reduced
+        while True:
+            room = reduced - closes
+            is_cut = (self.begins < reduced[self.of]) & (self.ends > room[self.of])
+            if not is_cut.any():
+                return reduced
+            # Another image may end where this one begins.
+            np.minimum.at(reduced, self.of[is_cut], self.begins[is_cut])
 
     def lost(self, sizes: Numbers) -> Numbers:
         """How many images of each document lie behind its size."""

@@ -114,6 +114,11 @@ class DocumentEncoder(Protocol):
         ...
 
     @property
+    def location(self) -> str:
+        """Where files lie that rows name; they are the same rows wherever it is, and those files are known there."""
+        ...
+
+    @property
     def fields(self) -> tuple[str, ...]:
         """The fields of a row that are read; `Fields` tells which a row may lack."""
         ...

@@ -52,9 +52,11 @@ class WithEmptyRow:
         return isinstance(self.dataset, (PackedRows, MixedRows, StreamingRows))
 
     @property
-    def has_images(self) -> bool:
-        """Whether some row has an image, as far as that is known."""
-        return isinstance(self.dataset, (PackedRows, MixedRows, StreamingRows)) and self.dataset.has_images
+    def has_images(self) -> bool | None:
+        """Whether some row has an image; None where that is not known: of streamed rows, and of a user's own."""
+        if isinstance(self.dataset, (PackedRows, MixedRows)):
+            return self.dataset.has_images
+        return False if isinstance(self.dataset, StreamingRows) and not self.dataset.has_images else None
 
     @property
     def mixed(self) -> MixedRows | None:

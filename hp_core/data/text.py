@@ -35,6 +35,11 @@ class TextEncoder:
         return fingerprint("text", self.tokenizer.fingerprint, *self.text.identity, "columns", *self.numbers.names)
 
     @property
+    def location(self) -> str:
+        """All that it reads is in the rows."""
+        return ""
+
+    @property
     def fields(self) -> tuple[str, ...]:
         """Those of the text and of the columns."""
         return (*self.text.fields, *self.numbers.names)

@@ -57,9 +57,9 @@ class TokenStore:
     Opened when first used and never pickled, so it costs a data-loader worker nothing to be sent.
     """
 
-    def __init__(self, directory: Path, source: Source | None = None) -> None:
+    def __init__(self, directory: Path, source: Source | None = None, key: str | None = None) -> None:
         self.directory = directory
-        self.key = directory.name
+        self.key = directory.name if key is None else key
         self._source = source
 
     @cached_property
@@ -151,8 +151,9 @@ def build_tokens(source: Source, encoder: DocumentEncoder, reading: Reading) -> 
         _log.info("encoding %s", source.name)
         _write(source, encoder, reading, directory)
 
-    directory = build_once(reading.cache_dir, key, write, is_complete=lambda path: _is_complete(path, encoder))
-    store = TokenStore(directory, source)
+    name = fingerprint("in", encoder.location, key) if encoder.location else key
+    directory = build_once(reading.cache_dir, name, write, is_complete=lambda path: _is_complete(path, encoder))
+    store = TokenStore(directory, source, key)
     Faults(source.name, store.meta.faults, store.meta.faulty_rows).require(reading)
     return store
 

@@ -27,9 +27,12 @@ def rows() -> Collator:
 
 def _stack(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     columns: list[dict[str, Any]] = [dict(sample) for sample in samples]
+    if any("images" in column for column in columns):
+        ids = [column["index"] for column in columns if "images" in column]
+        raise RunError(f"rows {ids} have images, and only trainers of images take them; write trainer: {{name: vlm}}")
     batch = {"sample_ids": torch.tensor([column.pop("index") for column in columns], dtype=torch.int64)}
     size, length = len(columns[0]["input_ids"]), _length(columns)
-    for name in columns[0]:
+    for name in dict.fromkeys(name for column in columns for name in column):
         try:
             parts = [np.asarray(column[name]) for column in columns]
             if all(part.shape[:1] == (size,) for part in parts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -44,6 +45,7 @@ class VLMTrainer(TextTrainer):
         if not sees_images(self.model):
             message = f"a {type(self.model).__name__} takes no images"
             raise InputError(Problem(message, path="model", hint="write model.name: image_text"))
+        _require_positions_alone(self.model)
 
     def _build_model_assets(self) -> None:
         """Build the processor, which is the tokenizer too."""
@@ -61,10 +63,10 @@ class VLMTrainer(TextTrainer):
     def _build_dataset(self) -> None:
         super()._build_dataset()
         splits = (self.datasets.train, self.datasets.validation, self.datasets.test)
-        self._has_images = any(isinstance(one, WithEmptyRow) and one.has_images for one in splits)
+        self._has_images = any(map(_may_have_images, splits))
         if self._has_images:
             self._try_image()
-        else:
+        if not _may_have_images(self.datasets.train):
             self._leave_tower()
 
     def _leave_tower(self) -> None:
@@ -72,7 +74,7 @@ class VLMTrainer(TextTrainer):
         tower = outside_language_model(self.model)
         for parameter in tower.values():
             parameter.requires_grad_(False)
-        self.run.console.say("no row has an image: what images go through is frozen")
+        self.run.console.say("no row to train on has an image: what images go through is frozen")
 
     def _try_image(self) -> None:
         """Refuse a model that makes another number of features of an image than the processor writes tokens for it.
@@ -127,6 +129,22 @@ def get_batch(iterator: Iterator[dict[str, Any]]) -> tuple[dict[str, Any], dict[
     model_inputs, loss_inputs = text.get_batch(iter([batch]))
     others = {name: value for name, value in ((BLANK_IMAGE, blank), (AXIS_POSITIONS, axes)) if value is not None}
     return {**model_inputs, **images, **others}, loss_inputs
+
+
+def _may_have_images(split: object) -> bool:
+    return split is not None and not (isinstance(split, WithEmptyRow) and split.has_images is False)
+
+
+def _require_positions_alone(model: nn.Module) -> None:
+    """Refuse a model that goes by the types of tokens, in its attention to images: packed rows have none.
+
+    Families of M-RoPE make positions of them alone, which are given instead.
+    """
+    names = inspect.signature(type(model).forward).parameters
+    own = [name for name in ("token_type_ids", "mm_token_type_ids") if name in names]
+    if own and not has_axes(model):
+        message = f"a {type(model).__name__} takes {own[0]}, by which it attends to images, and rows have none"
+        raise InputError(Problem(message, path="model", hint="use another family of models"))
 
 
 def _check_image_token(model: nn.Module, processor: ImageTokenizer) -> None:

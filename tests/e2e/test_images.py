@@ -164,10 +164,43 @@ def test_without_any_image_the_tower_is_left_as_it_is(nproc: int, folder: Path, 
     path = recipe(folder, tmp_path)
     done = hp_train(str(path), f"--dataset.files={folder / 'text.jsonl'}", "--nproc", str(nproc))
     assert done.returncode == 0, done.stderr
-    assert "no row has an image: what images go through is frozen" in done.stdout
+    assert "no row to train on has an image: what images go through is frozen" in done.stdout
     assert re.search(r"frozen: [0-9,]+ of [0-9,]+ parameters, in model.visual\n", done.stdout)
     first = train(recipe(folder, tmp_path / "one"), f"--dataset.files={folder / 'text.jsonl'}")
     assert steps(read(tmp_path / "run")) == pytest.approx(steps(first), abs=1e-5)
+
+
+def test_images_to_evaluate_on_alone_leave_the_tower_as_it_is(folder: Path, tmp_path: Path) -> None:
+    """Weight decay would change it, by nothing that was learned."""
+    validation = f"--dataset.validation_files={folder / 'rows.jsonl'}"
+    path = recipe(folder, tmp_path, optimizer={"name": "adamw", "lr": 1e-2, "weight_decay": 0.5})
+    done = hp_train(str(path), f"--dataset.files={folder / 'text.jsonl'}", validation, "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    assert "what images go through is frozen" in done.stdout
+    assert [row["eval_loss"] for row in read(tmp_path / "run") if "eval_loss" in row]
+
+
+def test_a_users_own_rows_of_images_take_the_same_steps_on_two_ranks(folder: Path, tmp_path: Path) -> None:
+    """Nothing is known of them before they are read, and in some steps one rank has images and the other none."""
+    runs = [train(own_rows(folder, tmp_path / str(nproc)), nproc=nproc) for nproc in (1, 2)]
+    assert steps(runs[1]) == pytest.approx(steps(runs[0]), abs=1e-5)
+    assert "frozen" not in (tmp_path / "1" / "run" / "manifest.json").read_text()
+    assert sum(steps(runs[1], "image_tokens")) > 0
+
+
+def test_a_users_own_rows_of_images_are_refused_by_a_trainer_of_text(folder: Path, tmp_path: Path) -> None:
+    done = hp_train_here(str(own_rows(folder, tmp_path)), "--trainer=text")
+    assert done.returncode == 1
+    assert re.search(r"rows \[.*\] have images, and only trainers of images take them", done.stderr), done.stderr
+
+
+def own_rows(folder: Path, out: Path) -> Path:
+    path = recipe(folder, out)
+    content = json.loads(path.read_text())
+    of_chat = content["dataset"]
+    own = {"_target_": "tests.e2e.own_images.own_images", "files": of_chat["files"], "cache_dir": of_chat["cache_dir"]}
+    path.write_text(json.dumps({**content, "dataset": {**own, "tokenizer": of_chat["tokenizer"]}}))
+    return path
 
 
 def read(run: Path) -> list[dict[str, Any]]:

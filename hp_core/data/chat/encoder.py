@@ -107,8 +107,13 @@ class ChatEncoder:
             settings.has_weights,
             "columns",
             *settings.numbers.names,
-            *(() if self._images is None else ("images", *self._images.identity)),
+            *(() if self._images is None else ("images 2", *self._images.identity)),
         )
+
+    @property
+    def location(self) -> str:
+        """Where images lie that rows name by relative paths."""
+        return "" if self._images is None else str(self._images.rules.directory or "")
 
     @property
     def fields(self) -> Fields:
@@ -221,13 +226,17 @@ class ChatEncoder:
             ):
                 raise RowError(read.path, f"the stop token of answer {number + 1} is no token of its own")
             weights[held] = read.weights[span.message]
+        images = () if self._images is None else self._images.encoded(tokens, read.images, read.places, read.path)
+        for one in images:
+            # What stands for an image is given, and nobody says it.
+            weights[one.start : one.start + one.size] = 0
         return Encoded(
             tokens.ids,
             read.split_hash,
             trained=weights > 0,
             weights=weights if self.settings.has_weights else None,
             values=read.values,
-            images=() if self._images is None else self._images.encoded(tokens, read.images, read.places, read.path),
+            images=images,
         )
 
     def _probe(self) -> None:

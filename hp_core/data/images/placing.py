@@ -51,7 +51,7 @@ class ImageReader:
     @property
     def identity(self) -> tuple[str, ...]:
         """What changes the images of the same rows, for a fingerprint."""
-        return self.tokenizer.image_fingerprint, str(self.rules.directory)
+        return (self.tokenizer.image_fingerprint,)
 
     def encoded(
         self, tokens: PlacedTokens, images: Sequence[PlacedImage], places: Sequence[Span], path: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hp_core.data.images.pixels import ImageTransform
 from hp_core.data.images.table import RECORD
 from hp_core.data.layout import Layout
 from hp_core.data.packing import PackedRows, plan_rows
+from hp_core.data.pieces import kept_documents
 from hp_core.data.protocols import Datasets
 from hp_core.data.rows import WithEmptyRow
 from hp_core.data.streaming import Cursor
@@ -309,8 +311,13 @@ def test_a_changed_picture_is_encoded_again_and_never_trained_on_unseen(
         again.train[0]
 
 
-@pytest.mark.parametrize(("policy", "length"), [("truncate", n) for n in range(14, 40)] + [("truncate_eos", 30)])
-def test_no_cut_falls_inside_an_image(policy: str, length: int, vl: PretrainedProcessor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["truncate", "truncate_eos"])
+@pytest.mark.parametrize(
+    ("train_on", "length"), [*(("assistant", n) for n in range(14, 40)), *(("all", n) for n in range(5, 40))]
+)
+def test_no_cut_falls_inside_an_image(
+    length: int, policy: str, train_on: str, vl: PretrainedProcessor, tmp_path: Path
+) -> None:
     """Two images and an answer behind each: rows end before, between or behind the images, never within."""
     turns = [
         *asked({"base64": as_base64(picture())}, "a", answer="b"),
@@ -318,16 +325,47 @@ def test_no_cut_falls_inside_an_image(policy: str, length: int, vl: PretrainedPr
     ]
     short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": turns}, {"messages": short}])
-    datasets = build(vl, path, max_seq_len=length, length_policy=policy)
+    datasets = build(vl, path, max_seq_len=length, length_policy=policy, train_on=train_on)
     images = 0
     for row in rows_of(datasets):
         grids = row["images"]["image_grid_thw"] if "images" in row else np.zeros((0, 3), dtype=int)
         assert tokens_of(row) == sum(int(grid.prod()) // 4 for grid in grids)
         images += len(grids)
+        assert vl.image_token_id not in row["labels"]
     report = datasets.train.report
     assert report is not None
     assert report.images == images
     assert report.images + report.cut_images in (0, 2)
+
+
+def test_an_image_that_ends_where_the_row_does_gives_way_to_the_end_token(
+    vl: PretrainedProcessor, tmp_path: Path
+) -> None:
+    """Also where another ends where it begins."""
+    ends = np.array([4, 8, 12])
+    records = np.zeros(3, dtype=RECORD)
+    records["start"], records["size"] = ends - 4, 4
+    lengths = np.array([20])
+    for length, policy, wanted in ((12, "truncate", 12), (12, "truncate_eos", 0), (13, "truncate_eos", 13)):
+        layout = Layout(length, length_policy=policy)
+        pieces, left_out = kept_documents(lengths, layout, None, None, records)
+        assert pieces.sizes.tolist() == ([wanted] if wanted else [])
+        assert not left_out.cut_images or wanted
+
+
+def test_rows_are_the_same_wherever_their_pictures_lie(vl: PretrainedProcessor, tmp_path: Path) -> None:
+    fingerprints = []
+    for name in ("here", "there"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "a.png").write_bytes(png(picture(32, 32)))
+        path = write_rows(folder / "rows.jsonl", [{"messages": asked({"path": "a.png"}, "?")}])
+        datasets = build(vl, path, cache_dir=str(tmp_path / "cache"))
+        fingerprints.append(datasets.train.fingerprint)
+        # Read from where it lies now.
+        assert tokens_of(rows_of(datasets)[0]) == 4
+        shutil.rmtree(folder)
+    assert fingerprints[0] == fingerprints[1]
 
 
 def test_split_would_cut_images(vl: PretrainedProcessor, tmp_path: Path) -> None:
