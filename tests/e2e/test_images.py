@@ -268,6 +268,15 @@ def test_what_is_exported_answers_as_the_model_that_was_trained(folder: Path, tm
     assert total / targets == pytest.approx(wanted, abs=1e-5)
 
 
+_SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+PALIGEMMA = {
+    "model_type": "paligemma",
+    "image_token_id": 5,
+    "text_config": {"model_type": "gemma", **_SMALL, "vocab_size": 320, "num_key_value_heads": 1, "head_dim": 16},
+    "vision_config": {"model_type": "siglip_vision_model", **_SMALL, "image_size": 28, "patch_size": 14},
+    "projection_dim": 32,
+}
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a text trainer": (
         {"trainer": "text"},
@@ -277,6 +286,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a text model": (
         {"model": {"name": "causal_lm", "config": {"model_type": "qwen3", "vocab_size": 320, "hidden_size": 32}}},
         r"model: a Qwen3ForCausalLM takes no images; write model.name: image_text",
+    ),
+    "a model that goes by types of tokens": (
+        {"model": {"name": "image_text", "config": PALIGEMMA}},
+        r"model: a PaliGemmaForConditionalGeneration takes token_type_ids, by which it attends to images",
     ),
     "another token": (
         {"image_token_id": 7},
