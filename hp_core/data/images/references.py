@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import base64
 import binascii
+import http.client
 import io
-import urllib.error
+import re
+import stat
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from PIL import Image, ImageOps
 
-from hp_core.data.chat.conversation import ImagePart, RowError, describe
+from hp_core.data.chat.conversation import ImagePart, RowError, describe, shortened
 
 _TIMEOUT_SECONDS = 30.0
 _MOST_BYTES = 256 << 20
-_FORMS = "a path, bytes, base64 text or a URL"
+_LONGEST_NAME = 255
+_KEYS = ("bytes", "path", "url", "image_url", "base64")
+_FORMS = "a path, a URL, {bytes: …} or {base64: …}"
+_URL = re.compile(r"data:|[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass(frozen=True)
@@ -55,72 +60,100 @@ class ImageError(Exception):
 
 def source_of(part: ImagePart, value: Any, rules: ImageRules) -> ImageSource:
     """The image that a row's value means. Raises `RowError` at the part."""
+    place = part.path
     if isinstance(value, Mapping):
         given = {key: one for key, one in value.items() if one is not None}
         # Arrow's images have both, and the path is then that of a file on another machine.
         if "bytes" in given:
             given.pop("path", None)
-        if len(given) != 1 or next(iter(given)) not in ("bytes", "path", "url", "base64"):
-            raise RowError(part.path, f"gives {', '.join(map(str, given)) or 'nothing'}, not {_FORMS}")
+        if len(given) != 1 or next(iter(given)) not in _KEYS:
+            keys = shortened(", ".join(map(str, given))) or "nothing"
+            raise RowError(place, f"gives {keys}, not {_FORMS}")
         ((key, inner),) = given.items()
+        place = f"{place}.{key}"
         if key == "bytes" and isinstance(inner, (bytes, bytearray, memoryview)):
             return ImageSource("its bytes", held=bytes(inner))
         if key == "path" and isinstance(inner, str):
-            return _file(inner, part, rules)
-        if key == "url" and isinstance(inner, str):
-            return _url(inner, part, rules)
+            return _file(inner, place, rules)
+        if key in ("url", "image_url") and isinstance(inner, str):
+            return _url(inner, place, rules)
         if key in ("bytes", "base64") and isinstance(inner, str):
-            return ImageSource("its base64", held=_decoded(inner, part.path))
-        raise RowError(f"{part.path}.{key}", f"{describe(inner)}, not {_FORMS}")
+            return ImageSource("its base64", held=_decoded(inner, place))
+        raise RowError(place, f"{describe(inner)}, not {_FORMS}")
     if isinstance(value, (bytes, bytearray, memoryview)):
         return ImageSource("its bytes", held=bytes(value))
-    if not isinstance(value, str) or not value:
-        raise RowError(part.path, f"{describe(value) if value != '' else 'is empty'}, not {_FORMS}")
-    if urlsplit(value).scheme in ("http", "https", "data", "file"):
-        return _url(value, part, rules)
-    return _file(value, part, rules)
+    if not isinstance(value, str):
+        raise RowError(place, f"{describe(value)}, not {_FORMS}")
+    return _url(value, place, rules) if _URL.match(value) else _file(value, place, rules)
 
 
-def _file(value: str, part: ImagePart, rules: ImageRules) -> ImageSource:
-    path = Path(value).expanduser()
-    if not path.is_absolute():
-        if rules.directory is None:
-            raise RowError(part.path, f"is the relative path {value!r}; say with image_dir what it is relative to")
-        path = rules.directory / path
-    if not path.is_file():
-        raise RowError(part.path, f"there is no file {str(path)!r}")
+def _file(value: str, place: str, rules: ImageRules) -> ImageSource:
+    if not value:
+        raise RowError(place, f"is empty, not {_FORMS}")
+    shown = repr(shortened(value))
+    if _URL.match(value):
+        more = " and set image_urls: true" if value.startswith("http") and not rules.urls else ""
+        raise RowError(place, f"{shown} is a URL, not a path; write it as `url`{more}")
+    try:
+        path = Path(value).expanduser()
+        if not path.is_absolute():
+            if rules.directory is None:
+                raise RowError(place, f"is the relative path {shown}; say with image_dir what it is relative to")
+            path = rules.directory / path
+            shown = f"{shown} in {str(rules.directory)!r}"
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RowError(place, f"there is no file {shown}") from error
+    # A home that isn't known, a name too long for the file system, a character that no name can have.
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else shortened(str(error), 120)
+        hint = "; base64 is written as `base64`" if len(value) > _LONGEST_NAME else ""
+        raise RowError(place, f"there is no file {shown}: {reason}{hint}") from error
+    if stat.S_ISDIR(mode):
+        raise RowError(place, f"{shown} is a folder, not an image")
+    if not stat.S_ISREG(mode):
+        raise RowError(place, f"{shown} is no regular file")
     return ImageSource(str(path), path=path)
 
 
-def _url(value: str, part: ImagePart, rules: ImageRules) -> ImageSource:
-    scheme = urlsplit(value).scheme
-    if scheme == "data":
+def _url(value: str, place: str, rules: ImageRules) -> ImageSource:
+    shown = repr(shortened(value))
+    try:
+        parts = urlsplit(value)
+    except ValueError as error:
+        raise RowError(place, f"{shown} is no URL: {shortened(str(error), 120)}") from error
+    if parts.scheme == "data":
         head, comma, data = value.partition(",")
         if not comma:
-            raise RowError(part.path, "is a data URL without data")
-        held = _decoded(data, part.path) if head.endswith(";base64") else unquote_to_bytes(data)
+            raise RowError(place, "is a data URL without data")
+        held = _decoded(data, place) if head.endswith(";base64") else unquote_to_bytes(data)
         return ImageSource("its data URL", held=held)
-    if scheme == "file":
-        return _file(urlsplit(value).path, part, rules)
-    if scheme not in ("http", "https"):
-        raise RowError(part.path, f"is a URL of the scheme {scheme!r}; known are http, https, file and data")
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost"):
+            raise RowError(place, f"{shown} names the host {shortened(parts.netloc)!r}; write file:///… or a path")
+        return _file(unquote(parts.path), place, rules)
+    if not parts.scheme:
+        raise RowError(place, f"{shown} is no URL; write a file as `path`")
+    if parts.scheme not in ("http", "https"):
+        scheme = shortened(parts.scheme)
+        raise RowError(place, f"is a URL of the scheme {scheme!r}; known are http, https, file and data")
     if not rules.urls:
-        raise RowError(part.path, f"is the URL {value!r}, and none is read unless image_urls: true says so")
+        raise RowError(place, f"is the URL {shown}, and none is read unless image_urls: true says so")
     try:
         with urllib.request.urlopen(value, timeout=_TIMEOUT_SECONDS) as reply:
             held = reply.read(_MOST_BYTES + 1)
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise RowError(part.path, f"{value!r} can't be read: {error}") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise RowError(place, f"{shown} can't be read: {shortened(str(error), 120)}") from error
     if len(held) > _MOST_BYTES:
-        raise RowError(part.path, f"{value!r} holds more than {_MOST_BYTES >> 20} MiB")
-    return ImageSource(value, held=held)
+        raise RowError(place, f"{shown} holds more than {_MOST_BYTES >> 20} MiB")
+    return ImageSource(shortened(value), held=held)
 
 
-def _decoded(text: str, path: str) -> bytes:
+def _decoded(text: str, place: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RowError(path, f"is no base64 text: {error}") from error
+        raise RowError(place, f"is no base64 text: {error}") from error
 
 
 def decoded(data: bytes, name: str) -> Image.Image:

@@ -209,6 +209,25 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": asked({"path": "none.png"}, "?")},
         r"messages\[0\].content\[0\].path: there is no file '.*none.png'",
     ),
+    "a number": ({"messages": asked({"path": 3}, "?")}, r"messages\[0\].content\[0\].path: is a number"),
+    "a path for a URL": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]},
+                {"role": "assistant", "content": "y"},
+            ]
+        },
+        r"messages\[0\].content\[0\].image_url: 'a.png' is no URL; write a file as `path`",
+    ),
+    "a path for a nested URL": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}]},
+                {"role": "assistant", "content": "y"},
+            ]
+        },
+        r"messages\[0\].content\[0\].image_url.url: 'a.png' is no URL; write a file as `path`",
+    ),
     "zero bytes": ({"messages": asked({"path": "zero.png"}, "?")}, r"zero.png is empty"),
     "too narrow": (
         {"messages": asked({"base64": as_base64(picture(2, 600))}, "?")},

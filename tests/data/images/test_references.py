@@ -28,6 +28,8 @@ def read(value: Any, **rules: Any) -> bytes:
 def test_every_form_gives_the_bytes(tmp_path: Path) -> None:
     content = png(picture())
     path = tmp_path / "one.png"
+    spaced = tmp_path / "one two.png"
+    spaced.write_bytes(content)
     path.write_bytes(content)
     text = base64.b64encode(content).decode()
     for value in (
@@ -43,6 +45,8 @@ def test_every_form_gives_the_bytes(tmp_path: Path) -> None:
         f"data:image/png;base64,{text}",
         {"url": f"data:image/png;base64,{text}"},
         {"url": path.as_uri()},
+        {"image_url": path.as_uri()},
+        spaced.as_uri(),
     ):
         assert read(value, directory=tmp_path) == content, value
 
@@ -51,9 +55,17 @@ def test_every_form_gives_the_bytes(tmp_path: Path) -> None:
     ("value", "message"),
     [
         ("none.png", r"there is no file '.*none.png'"),
+        ("sub", r"images\[0\]: 'sub' in '.*' is a folder, not an image"),
         ("", "is empty, not a path"),
-        (7, "is a number, not a path, bytes, base64 text or a URL"),
+        ({"path": ""}, r"images\[0\].path: is empty, not a path"),
+        (7, r"is a number, not a path, a URL, {bytes: …} or {base64: …}"),
         ({"path": 7}, r"images\[0\].path: is a number"),
+        ({"path": "http://h/a.png"}, "is a URL, not a path; write it as `url` and set image_urls: true"),
+        ({"path": "data:image/png;base64,aa"}, "is a URL, not a path; write it as `url`$"),
+        ({"image_url": "img/a.png"}, r"images\[0\].image_url: 'img/a.png' is no URL; write a file as `path`"),
+        ({"url": "img/a.png"}, r"images\[0\].url: 'img/a.png' is no URL; write a file as `path`"),
+        ("s3://bucket/a.png", "is a URL of the scheme 's3'; known are http, https, file and data"),
+        ("file://images/a.png", "names the host 'images'; write file:///… or a path"),
         ({"file": "a.png"}, "gives file, not a path"),
         ({}, "gives nothing, not a path"),
         ({"base64": "§§"}, "is no base64 text"),
@@ -63,9 +75,29 @@ def test_every_form_gives_the_bytes(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_image_is_told_where_it_stands(value: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
     with pytest.raises(RowError, match=message) as found:
         read(value, directory=tmp_path)
     assert found.value.path.startswith("images[0]")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("~nobody-of-that-name/x.png", "there is no file '~nobody-of-that-name/x.png': Could not determine home"),
+        ("http://[x/a.png", r"'http://\[x/a.png' is no URL: Invalid IPv6 URL"),
+        ("http://127.0.0.1:9/a b.png", "can't be read: URL can't contain control characters"),
+        ("a" * 300, f"there is no file '{'a' * 29}…{'a' * 30}' in .*: File name too long; base64 is written as"),
+        ("a\0b.png", "there is no file 'a.x00b.png'"),
+        ("\ud800.png", "there is no file"),
+        ({"x" * 90: "a.png"}, f"gives {'x' * 29}…{'x' * 30}, not"),
+    ],
+)
+def test_values_that_nothing_can_read_are_faults_of_their_row(value: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RowError, match=message) as found:
+        read(value, directory=tmp_path, urls=True)
+    assert found.value.path == "images[0]"
+    assert len(str(found.value).replace(str(tmp_path), "")) < 250
 
 
 def test_a_relative_path_needs_a_folder() -> None:
