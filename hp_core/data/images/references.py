@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from PIL import Image, ImageOps
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from hp_core.data.chat.conversation import ImagePart, RowError, describe, shortened
 
@@ -24,6 +25,10 @@ _MOST_BYTES = 256 << 20
 _LONGEST_NAME = 255
 _KEYS = ("bytes", "path", "url", "image_url", "base64")
 _FORMS = "a path, a URL, {bytes: …} or {base64: …}"
+# Decoders of rarer formats are the ones where damage is found that does harm.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_MOST_GREY = 65535
+_GREY_STEP = _MOST_GREY // 255
 _URL = re.compile(r"data:|[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -157,16 +162,39 @@ def _decoded(text: str, place: str) -> bytes:
 
 
 def decoded(data: bytes, name: str) -> Image.Image:
-    """The image as a viewer shows it: turned as its EXIF data says, in RGB. Raises `ImageError`."""
+    """The image as a viewer shows it: turned as its EXIF data says, in RGB, its first frame. Raises `ImageError`."""
     if not data:
         raise ImageError(f"{name} is empty")
     try:
-        with Image.open(io.BytesIO(data)) as opened:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
+            most = Image.MAX_IMAGE_PIXELS
+            if most is not None and opened.width * opened.height > most:
+                raise Image.DecompressionBombError
             opened.load()
-            return ImageOps.exif_transpose(opened).convert("RGB")
+            return _in_rgb(ImageOps.exif_transpose(opened))
     # Damaged files make the decoders of many formats fail, each in its way.
     except Exception as error:
-        reason = " ".join(str(error).split()).replace(f"<_io.BytesIO object at {id(data):#x}>", "it")
-        if type(error).__name__ == "UnidentifiedImageError":
-            reason = "it is no image of a known format"
-        raise ImageError(f"{name} can't be decoded: {reason}") from error
+        raise ImageError(f"{name} can't be decoded: {_reason(error, data)}") from error
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    # Pillow cuts these at 255 instead of scaling them, which makes them white or black.
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > _MOST_GREY:
+            raise ValueError(f"its values are from {values.min()} to {values.max()}, not of 16 bits; save it with 8")
+        eight = (values + _GREY_STEP // 2) // _GREY_STEP
+        return Image.fromarray(eight.astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        raise ValueError("its values are floating-point numbers, whose white is not known; save it with 8 bits")
+    # What is transparent keeps its colour, and Pillow warns of what it would convert of it.
+    image.info.pop("transparency", None)
+    return image.convert("RGB")
+
+
+def _reason(error: Exception, data: bytes) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return f"it is no image of a known format ({', '.join(_FORMATS)})"
+    if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
+        return f"it has more than {Image.MAX_IMAGE_PIXELS:,} pixels; reduce it"
+    return " ".join(str(error).split()).replace(f"<_io.BytesIO object at {id(data):#x}>", "it")
