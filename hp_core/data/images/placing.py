@@ -74,9 +74,13 @@ class ImageReader:
 
         Raises `RowError` for an image that can't be used, one that no turn refers to, and one too few.
         """
-        column = next((name for name in COLUMNS if fields.get(name) is not None), None)
+        filled = [name for name in COLUMNS if fields.get(name) is not None]
+        if len(filled) > 1:
+            raise RowError(filled[1], f"the row has images in {filled[0]!r}, too; leave one of them out, or null")
+        column = filled[0] if filled else None
         own = [] if column is None else _listed(fields[column])
-        messages = [_with_marks(one) if own else one for one in conversation.messages]
+        # A column without an image is one too few: its marks are no text to train on.
+        messages = [one if column is None else _with_marks(one) for one in conversation.messages]
         conversation = replace(conversation, messages=tuple(messages))
         for message in messages:
             self._refuse(message)

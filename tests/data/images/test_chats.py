@@ -191,6 +191,21 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         },
         r"images\[1\]: no turn refers to it: 2 images, 1 places; write {type: image} or <image> where it belongs",
     ),
+    "a mark without an image": (
+        {
+            "messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "y"}],
+            "images": [],
+        },
+        r"messages\[0\]: <image>: is image 1 of the row's own, and the row has 0 in 'images'",
+    ),
+    "two columns": (
+        {
+            "messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "y"}],
+            "images": [],
+            "image": "a.png",
+        },
+        r"image: the row has images in 'images', too; leave one of them out, or null",
+    ),
     "mark in plain text": (
         {"messages": asked({"path": "a.png"}, "a <|image_pad|> mark")},
         r"its text spells '<\|image_pad\|>', which stands for an image",
@@ -258,6 +273,15 @@ def write_files(folder: Path) -> None:
     (folder / "a.png").write_bytes(png(picture()))
     (folder / "half.png").write_bytes(content[: len(content) // 2])
     (folder / "zero.png").write_bytes(b"")
+
+
+@pytest.mark.parametrize("columns", [{}, {"images": None}, {"images": None, "image": None}])
+def test_a_mark_is_text_where_the_row_has_no_images(
+    columns: dict[str, Any], vl: PretrainedProcessor, tmp_path: Path
+) -> None:
+    chat_of = [{"role": "user", "content": "an <image> tag"}, {"role": "assistant", "content": "y"}]
+    row = one(vl, tmp_path, {"messages": chat_of, **columns})
+    assert vl.spell(row["input_ids"].tolist()).startswith("<|im_start|>user\nan <image> tag<|im_end|>")
 
 
 @pytest.mark.parametrize("name", BROKEN)
