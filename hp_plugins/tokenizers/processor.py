@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +30,7 @@ from hp_plugins.tokenizers.pretrained import PretrainedTokenizer, pretrained, te
 _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 # Arguments of a processor's class that are processors themselves.
 _PARTS = frozenset({"image_processor", "tokenizer", "video_processor", "feature_extractor", "chat_template"})
+_OF_IMAGES = re.compile("image|video|vision")
 _PROBES = ((96, 64), (64, 160))
 
 
@@ -60,7 +62,7 @@ class _Parts:
 class PretrainedProcessor(PretrainedTokenizer):
     """A processor of transformers, for text and images. Images are resized and cut by its PIL code on any machine."""
 
-    remade = (*PretrainedTokenizer.remade, "_processor")
+    remade = (*PretrainedTokenizer.remade, "_processor", "reserved_tokens")
 
     def __init__(self, parts: _Parts, files: Mapping[str, bytes], *, name: str) -> None:
         super().__init__(parts.tokenizer, name=name)
@@ -73,6 +75,20 @@ class PretrainedProcessor(PretrainedTokenizer):
     @cached_property
     def _processor(self) -> Any:
         return self._parts.make()
+
+    @cached_property
+    def reserved_tokens(self) -> tuple[str, ...]:
+        """The special tokens of images and videos, which the processor knows, or else their names tell."""
+        known = {value for name, value in vars(self._processor).items() if name.endswith("_token")}
+        own = self._tokenizer
+        # Some processors keep those of texts, too.
+        known -= {own.eos_token, own.bos_token, own.pad_token, own.unk_token}
+        special = [
+            one.content
+            for _, one in sorted(own.added_tokens_decoder.items())
+            if one.content in known or (one.special and _OF_IMAGES.search(one.content))
+        ]
+        return tuple(dict.fromkeys((self.image_token, *special)))
 
     def image_inputs(self, image: Image.Image) -> ImageInputs:
         """What the model takes of an RGB image. Raises `ValueError` for a shape that the processor refuses."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ from hp_core.data.streaming import Cursor
 from hp_core.data.survey import survey
 from hp_core.errors import ArgumentError, InputError, RunError
 from hp_plugins.datasets.chat import chat
+from hp_plugins.datasets.text import text
 from hp_plugins.tokenizers.pretrained import pretrained
 from hp_plugins.tokenizers.processor import PretrainedProcessor, processor
-from tests.pictures import IMAGE, TEMPLATE, as_base64, asked, picture, png, save_processor, write_rows
+from tests.pictures import IMAGE, TEMPLATE, as_base64, asked, other_family, picture, png, save_processor, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +210,25 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mark in plain text": (
         {"messages": asked({"path": "a.png"}, "a <|image_pad|> mark")},
-        r"its text spells '<\|image_pad\|>', which stands for an image",
+        r"messages\[0\].content: its text spells '<\|image_pad\|>', which stands for images or videos; take it out",
+    ),
+    "mark of a video": (
+        {"messages": asked({"path": "a.png"}, "a <|video_pad|> mark")},
+        r"messages\[0\].content: its text spells '<\|video_pad\|>'",
+    ),
+    "begin of an image": ({"messages": asked("a <|vision_start|>")}, r"its text spells '<\|vision_start\|>'"),
+    "end of an image in an answer": (
+        {"messages": asked({"path": "a.png"}, "?", answer="a<|vision_end|>")},
+        r"messages\[1\].content: its text spells '<\|vision_end\|>'",
+    ),
+    "mark in a call": (
+        {
+            "messages": [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "<|video_pad|>"}}}]},
+            ]
+        },
+        r"messages\[1\].tool_calls: its text spells '<\|video_pad\|>'",
     ),
     "in an answer": (
         {
@@ -371,6 +391,26 @@ def test_no_cut_falls_inside_an_image(policy: str, length: int, vl: PretrainedPr
     assert report is not None
     assert report.images == images
     assert report.images + report.cut_images in (0, 2)
+
+
+def test_tokens_of_images_are_reserved_and_others_are_not(vl: PretrainedProcessor, tmp_path: Path) -> None:
+    assert vl.reserved_tokens == ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+    other_family("llava", tmp_path)
+    assert set(processor(str(tmp_path)).reserved_tokens) == set(vl.reserved_tokens)
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|vision_start|>", "<|video_pad|>"])
+def test_plain_text_that_spells_a_token_of_images_is_faulty(
+    token: str, vl: PretrainedProcessor, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "good<|im_end|>"}, {"text": f"a {token} b"}])
+    arguments: dict[str, Any] = {"files": str(path), "cache_dir": str(tmp_path / "cache"), "max_seq_len": 8}
+    with pytest.raises(InputError, match=rf"rows.jsonl:2: its text spells '{re.escape(token)}', which stands for"):
+        text(**arguments, tokenizer=vl)
+    datasets = text(**arguments, tokenizer=vl, on_error="skip")
+    assert vl.spell(datasets.train[0]["input_ids"].tolist()).startswith("good<|im_end|>")
+    # A tokenizer alone has no images to mix them up with.
+    assert text(**arguments, tokenizer=pretrained(vl.name)).train.report.faulty_rows == 0
 
 
 def test_split_would_cut_images(vl: PretrainedProcessor, tmp_path: Path) -> None:
