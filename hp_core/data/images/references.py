@@ -6,6 +6,7 @@ import base64
 import binascii
 import http.client
 import io
+import os
 import re
 import stat
 import urllib.request
@@ -104,8 +105,11 @@ def _file(value: str, place: str, rules: ImageRules) -> ImageSource:
         if not path.is_absolute():
             if rules.directory is None:
                 raise RowError(place, f"is the relative path {shown}; say with image_dir what it is relative to")
-            path = rules.directory / path
             shown = f"{shown} in {str(rules.directory)!r}"
+            path = Path(os.path.normpath(path))
+            if path.parts[:1] == (os.pardir,):
+                raise RowError(place, f"{shown} leaves that folder; set image_dir to one that holds all images")
+            path = rules.directory / path
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise RowError(place, f"there is no file {shown}") from error

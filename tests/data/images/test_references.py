@@ -101,6 +101,26 @@ def test_values_that_nothing_can_read_are_faults_of_their_row(value: Any, messag
     assert len(str(found.value).replace(str(tmp_path), "")) < 250
 
 
+@pytest.mark.parametrize("value", ["../a.png", "sub/../../a.png", {"path": "./../data/../../a.png"}, ".."])
+def test_a_relative_path_stays_in_its_folder(value: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(picture()))
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    with pytest.raises(RowError, match=r" in '.*data' leaves that folder; set image_dir to one that holds all images"):
+        read(value, directory=tmp_path / "data")
+
+
+def test_paths_inside_and_absolute_ones_are_read(tmp_path: Path) -> None:
+    """Links are followed: whoever may write the folder decides what is in it."""
+    outside, folder = tmp_path / "a.png", tmp_path / "data"
+    outside.write_bytes(png(picture()))
+    (folder / "sub").mkdir(parents=True)
+    (folder / "..b.png").write_bytes(png(picture(seed=1)))
+    (folder / "link.png").symlink_to(outside)
+    assert read("sub/../..b.png", directory=folder) == png(picture(seed=1))
+    assert read("link.png", directory=folder) == png(picture())
+    assert read(str(outside), directory=folder) == png(picture())
+
+
 def test_a_relative_path_needs_a_folder() -> None:
     with pytest.raises(RowError, match=r"is the relative path 'a.png'; say with image_dir what it is relative to"):
         read("a.png")
