@@ -9,6 +9,7 @@ import io
 import os
 import re
 import stat
+import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from hp_core.data.chat.conversation import ImagePart, RowError, describe, shorte
 
 _TIMEOUT_SECONDS = 30.0
 _MOST_BYTES = 256 << 20
+_CHUNK_BYTES = 1 << 16
 _LONGEST_NAME = 255
 _KEYS = ("bytes", "path", "url", "image_url", "base64")
 _FORMS = "a path, a URL, {bytes: …} or {base64: …}"
@@ -149,13 +151,28 @@ def _url(value: str, place: str, rules: ImageRules) -> ImageSource:
     if not rules.urls:
         raise RowError(place, f"is the URL {shown}, and none is read unless image_urls: true says so")
     try:
-        with urllib.request.urlopen(value, timeout=_TIMEOUT_SECONDS) as reply:
-            held = reply.read(_MOST_BYTES + 1)
+        held = _fetched(value)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise RowError(place, f"{shown} can't be read: {shortened(str(error), 120)}") from error
-    if len(held) > _MOST_BYTES:
-        raise RowError(place, f"{shown} holds more than {_MOST_BYTES >> 20} MiB")
     return ImageSource(shortened(value), held=held)
+
+
+def _fetched(url: str) -> bytes:
+    """What a server sends, within a time for all of it. Raises what `urlopen` does, and `ValueError`."""
+    end = time.monotonic() + _TIMEOUT_SECONDS
+    held = bytearray()
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as reply:
+        # One read of the socket each: the timeout is that of one, and a slow server could have any number.
+        while chunk := reply.read1(_CHUNK_BYTES):
+            held += chunk
+            if len(held) > _MOST_BYTES:
+                raise ValueError(f"it holds more than {_MOST_BYTES >> 20} MiB")
+            if time.monotonic() > end:
+                raise TimeoutError(f"{len(held):,} bytes came in {_TIMEOUT_SECONDS:g} seconds, and not all")
+        declared = reply.headers.get("Content-Length", "")
+    if declared.isdecimal() and len(held) < int(declared):
+        raise ValueError(f"{len(held):,} of {int(declared):,} bytes came")
+    return bytes(held)
 
 
 def _decoded(text: str, place: str) -> bytes:

@@ -6,10 +6,12 @@ import base64
 import io
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -126,18 +128,26 @@ def test_a_relative_path_needs_a_folder() -> None:
         read("a.png")
 
 
+@contextmanager
+def serving(handler: Any) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(partial(Quiet, directory=str(tmp_path))) as found:
+        yield found
 
 
 def test_urls_are_fetched_where_the_recipe_says_so(tmp_path: Path, address: str) -> None:
@@ -147,6 +157,33 @@ def test_urls_are_fetched_where_the_recipe_says_so(tmp_path: Path, address: str)
         read(f"{address}/a.png")
     with pytest.raises(RowError, match=r"can't be read: HTTP Error 404"):
         read({"url": f"{address}/b.png"}, urls=True)
+
+
+class Dribbling(BaseHTTPRequestHandler):
+    """Sends two bytes at once and says that there are ten: one by one for `/slow.png`, or no more."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "10")
+        self.end_headers()
+        self.wfile.write(b"ab")
+        for _ in range(6 if self.path == "/slow.png" else 0):
+            time.sleep(0.1)
+            self.wfile.write(b"c")
+            self.wfile.flush()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("slow.png", "[3-7] bytes came in 0.3 seconds, and not all"), ("short.png", "2 of 10 bytes came")],
+)
+def test_a_server_has_one_time_for_everything(name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hp_core.data.images.references._TIMEOUT_SECONDS", 0.3)
+    with serving(Dribbling) as address, pytest.raises(RowError, match=f"{name}' can't be read: {reason}"):
+        read(f"{address}/{name}", urls=True)
 
 
 def jpeg(image: Image.Image, **settings: Any) -> bytes:
