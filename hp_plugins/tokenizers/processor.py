@@ -31,6 +31,8 @@ _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocess
 # Arguments of a processor's class that are processors themselves.
 _PARTS = frozenset({"image_processor", "tokenizer", "video_processor", "feature_extractor", "chat_template"})
 _OF_IMAGES = re.compile("image|video|vision")
+# What bounds of pixels are called among the edges of a processor's size.
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _PROBES = ((96, 64), (64, 160))
 
 
@@ -185,6 +187,7 @@ def processor(
     for key, value in given.items():
         if not _knows(images, key, value):
             raise ArgumentError(key, f"a {type(images).__name__} resizes all images alike", f"remove {key}")
+    _require_order(images, given)
     made.require_joinable()
     return made
 
@@ -220,8 +223,19 @@ def _with_own_template(tokenizer: Any, where: str, revision: str) -> Any:
 def _knows(images: Any, key: str, value: int) -> bool:
     """Whether an image processor took a bound of pixels over: under its name, or as an edge of its size."""
     settings = images.to_dict()
-    edge = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}[key]
-    return value in (settings.get(key), (settings.get("size") or {}).get(edge))
+    return value in (settings.get(key), (settings.get("size") or {}).get(_EDGES[key]))
+
+
+def _require_order(images: Any, given: Mapping[str, int]) -> None:
+    """Raise `ArgumentError` for a lower bound of pixels above the upper one, of which the upper alone would act."""
+    settings = images.to_dict()
+    least, most = (given.get(key, settings.get(key) or (settings.get("size") or {}).get(_EDGES[key])) for key in _EDGES)
+    if given and least is not None and most is not None and least > most:
+        key, other = ("min_pixels", "max_pixels") if "min_pixels" in given else ("max_pixels", "min_pixels")
+        own = "" if other in given else "processor's own "
+        word = "more" if key == "min_pixels" else "less"
+        message = f"{given[key]:,} is {word} than the {own}{other} {most if key == 'min_pixels' else least:,}"
+        raise ArgumentError(key, message, f"give {other}, too" if own else f"lower {key}")
 
 
 def _with_pixels(files: Mapping[str, bytes], images: Any) -> dict[str, bytes]:

@@ -544,6 +544,20 @@ def test_images_are_encoded_alike_by_any_number_of_processes(
         np.testing.assert_array_equal(one_row["images"]["pixel_values"], other["images"]["pixel_values"])
 
 
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"min_pixels": 4096, "max_pixels": 1024}, "min_pixels: 4,096 is more than the max_pixels 1,024; lower min"),
+        ({"min_pixels": 5000}, "min_pixels: 5,000 is more than the processor's own max_pixels 4,096; give max_pixels,"),
+        ({"max_pixels": 100}, "max_pixels: 100 is less than the processor's own min_pixels 256; give min_pixels, too"),
+    ],
+)
+def test_bounds_of_pixels_are_in_order(bounds: dict[str, int], message: str, vl: PretrainedProcessor) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        processor(vl.name, **bounds)
+    assert processor(vl.name, min_pixels=1024, max_pixels=1024).image_fingerprint != vl.image_fingerprint
+
+
 def test_bounds_of_pixels_count_and_are_saved(vl: PretrainedProcessor, tmp_path: Path) -> None:
     small = processor(vl.name, max_pixels=1024)
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": asked({"base64": as_base64(picture(64, 64))}, "?")}])
