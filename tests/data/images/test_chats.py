@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -370,6 +371,36 @@ def test_a_changed_picture_is_encoded_again_and_never_trained_on_unseen(
     file.unlink()
     with pytest.raises(RunError, match=r"a.png can't be read: No such file"):
         again.train[0]
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_change_that_sizes_and_times_hide_is_encoded_again_once_it_is_found(
+    is_writable: bool, vl: PretrainedProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.bmp"
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": asked({"path": "a.bmp"}, "?")}])
+    picture(seed=1).save(file)
+    os.utime(file, (1, 1))
+    first = build(vl, path)
+    picture(seed=2).save(file)
+    os.utime(file, (1, 1))
+    assert build(vl, path).train.fingerprint == first.train.fingerprint
+    if not is_writable:
+
+        def refused(*_: object) -> None:
+            raise PermissionError
+
+        monkeypatch.setattr(Path, "touch", refused)
+        with pytest.raises(RunError, match=r"has changed since .*; delete '.*cache/[0-9a-f]+', then start again"):
+            first.train[0]
+        return
+    with pytest.raises(RunError, match=r"a.bmp has changed since its row was encoded; start again"):
+        first.train[0]
+    for _ in range(2):
+        again = build(vl, path)
+        (row,) = rows_of(again)
+        np.testing.assert_array_equal(row["images"]["pixel_values"], vl.image_inputs(picture(seed=2))["pixel_values"])
+    assert not list((tmp_path / "cache").glob("*/outdated"))
 
 
 @pytest.mark.parametrize(("policy", "length"), [("truncate", n) for n in range(14, 40)] + [("truncate_eos", 30)])
