@@ -171,8 +171,8 @@ def processor(
     where, which = (str(local) if local.is_dir() else path), revision or "main"
     files = {name: content for name in _FILES if (content := _content(where, which, name)) is not None}
     settings = {**json.loads(files.get(_FILES[1], b"{}")), **json.loads(files.get(_FILES[0], b"{}"))}
-    given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    given = {key: value for key, value in given.items() if value is not None}
+    bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    given = {key: value for key, value in bounds.items() if value is not None}
     # Code of many families, which raises anything; the user needs its first line.
     try:
         images = AutoImageProcessor.from_pretrained(
