@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_core.data.chat.template import ReservesTokens, reserved_fault
 from hp_core.data.columns import RowColumns
 from hp_core.data.fields import RowText
 from hp_core.data.fingerprint import document_hash, fingerprint
@@ -21,6 +22,7 @@ from hp_core.errors import InputError
 class TextEncoder:
     """A row's text as the tokenizer encodes it, then EOS unless it ends with one; no tokens for an empty text.
 
+    A text that spells a token of images or videos is a fault.
     `numbers` become the document's columns. Documents with the same group, or without one with the same text, are
     held out together.
     """
@@ -32,7 +34,14 @@ class TextEncoder:
     @cached_property
     def fingerprint(self) -> str:
         """Depends on the tokenizer, the rule for the text, and the columns' names."""
-        return fingerprint("text", self.tokenizer.fingerprint, *self.text.identity, "columns", *self.numbers.names)
+        reserved = ("reserved", *self._reserved) if self._reserved else ()
+        return fingerprint(
+            "text", self.tokenizer.fingerprint, *self.text.identity, "columns", *self.numbers.names, *reserved
+        )
+
+    @cached_property
+    def _reserved(self) -> tuple[str, ...]:
+        return self.tokenizer.reserved_tokens if isinstance(self.tokenizer, ReservesTokens) else ()
 
     @property
     def location(self) -> str:
@@ -86,6 +95,8 @@ class TextEncoder:
     def _read(self, row: Row) -> tuple[str, int, tuple[float, ...]] | InputError:
         try:
             text = self.text(row)
+            if (fault := reserved_fault(text, self._reserved)) is not None:
+                raise InputError(f"{row.location}: {fault}")
             return text, split_hash(row, text), self.numbers(row)
         except InputError as error:
             return error

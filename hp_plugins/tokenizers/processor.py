@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +30,9 @@ from hp_plugins.tokenizers.pretrained import PretrainedTokenizer, pretrained, te
 _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 # Arguments of a processor's class that are processors themselves.
 _PARTS = frozenset({"image_processor", "tokenizer", "video_processor", "feature_extractor", "chat_template"})
+_OF_IMAGES = re.compile("image|video|vision")
+# What bounds of pixels are called among the edges of a processor's size.
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _PROBES = ((96, 64), (64, 160))
 
 
@@ -60,7 +64,7 @@ class _Parts:
 class PretrainedProcessor(PretrainedTokenizer):
     """A processor of transformers, for text and images. Images are resized and cut by its PIL code on any machine."""
 
-    remade = (*PretrainedTokenizer.remade, "_processor")
+    remade = (*PretrainedTokenizer.remade, "_processor", "reserved_tokens")
 
     def __init__(self, parts: _Parts, files: Mapping[str, bytes], *, name: str) -> None:
         super().__init__(parts.tokenizer, name=name)
@@ -73,6 +77,20 @@ class PretrainedProcessor(PretrainedTokenizer):
     @cached_property
     def _processor(self) -> Any:
         return self._parts.make()
+
+    @cached_property
+    def reserved_tokens(self) -> tuple[str, ...]:
+        """The special tokens of images and videos, which the processor knows, or else their names tell."""
+        known = {value for name, value in vars(self._processor).items() if name.endswith("_token")}
+        own = self._tokenizer
+        # Some processors keep those of texts, too.
+        known -= {own.eos_token, own.bos_token, own.pad_token, own.unk_token}
+        special = [
+            one.content
+            for _, one in sorted(own.added_tokens_decoder.items())
+            if one.content in known or (one.special and _OF_IMAGES.search(one.content))
+        ]
+        return tuple(dict.fromkeys((self.image_token, *special)))
 
     def image_inputs(self, image: Image.Image) -> ImageInputs:
         """What the model takes of an RGB image. Raises `ValueError` for a shape that the processor refuses."""
@@ -153,8 +171,8 @@ def processor(
     where, which = (str(local) if local.is_dir() else path), revision or "main"
     files = {name: content for name in _FILES if (content := _content(where, which, name)) is not None}
     settings = {**json.loads(files.get(_FILES[1], b"{}")), **json.loads(files.get(_FILES[0], b"{}"))}
-    given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    given = {key: value for key, value in given.items() if value is not None}
+    bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    given = {key: value for key, value in bounds.items() if value is not None}
     # Code of many families, which raises anything; the user needs its first line.
     try:
         images = AutoImageProcessor.from_pretrained(
@@ -169,6 +187,7 @@ def processor(
     for key, value in given.items():
         if not _knows(images, key, value):
             raise ArgumentError(key, f"a {type(images).__name__} resizes all images alike", f"remove {key}")
+    _require_order(images, given)
     made.require_joinable()
     return made
 
@@ -204,8 +223,19 @@ def _with_own_template(tokenizer: Any, where: str, revision: str) -> Any:
 def _knows(images: Any, key: str, value: int) -> bool:
     """Whether an image processor took a bound of pixels over: under its name, or as an edge of its size."""
     settings = images.to_dict()
-    edge = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}[key]
-    return value in (settings.get(key), (settings.get("size") or {}).get(edge))
+    return value in (settings.get(key), (settings.get("size") or {}).get(_EDGES[key]))
+
+
+def _require_order(images: Any, given: Mapping[str, int]) -> None:
+    """Raise `ArgumentError` for a lower bound of pixels above the upper one, of which the upper alone would act."""
+    settings = images.to_dict()
+    least, most = (given.get(key, settings.get(key) or (settings.get("size") or {}).get(_EDGES[key])) for key in _EDGES)
+    if given and least is not None and most is not None and least > most:
+        key, other = ("min_pixels", "max_pixels") if "min_pixels" in given else ("max_pixels", "min_pixels")
+        own = "" if other in given else "processor's own "
+        word = "more" if key == "min_pixels" else "less"
+        message = f"{given[key]:,} is {word} than the {own}{other} {most if key == 'min_pixels' else least:,}"
+        raise ArgumentError(key, message, f"give {other}, too" if own else f"lower {key}")
 
 
 def _with_pixels(files: Mapping[str, bytes], images: Any) -> dict[str, bytes]:

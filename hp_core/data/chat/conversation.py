@@ -116,6 +116,16 @@ def describe(value: Any) -> str:
     return f"is {names.get(type(value), f'of type {type(value).__name__}')}"
 
 
+def shortened(text: str, most: int = 60) -> str:
+    """The text with its middle left out if it is long, for messages."""
+    begin = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:begin]}…{text[len(text) - (most - 1 - begin) :]}"
+
+
+def _shown(value: Any) -> str:
+    return repr(shortened(value)) if isinstance(value, str) else shortened(repr(value))
+
+
 def text_of(value: Any, path: str) -> str:
     """A text, or a list of `{type: text, text: …}` parts, whose texts are joined as they are."""
     text, parts = content_of(value, path)
@@ -149,7 +159,9 @@ def _part(part: Any, place: str) -> Part:
         raise RowError(place, f"{describe(part)}, not a part such as {{type: text, text: …}}")
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _PART_KEYS:
-        raise RowError(f"{place}.type", f"is {kind!r}; parts of these types can be trained on: {', '.join(_PART_KEYS)}")
+        raise RowError(
+            f"{place}.type", f"is {_shown(kind)}; parts of these types can be trained on: {', '.join(_PART_KEYS)}"
+        )
     # Arrow gives every part the keys of all parts; those that a part lacks are null.
     given = {key: inner for key, inner in part.items() if key != "type" and inner is not None}
     for key in given:
@@ -164,10 +176,11 @@ def _part(part: Any, place: str) -> Part:
     if not given:
         return ImagePart(None, place)
     ((key, inner),) = given.items()
-    if key == "image_url":
-        inner = inner.get("url") if isinstance(inner, Mapping) else inner
-        return ImagePart({"url": inner}, f"{place}.{key}")
-    return ImagePart(inner if key == "image" else {key: inner}, f"{place}.{key}")
+    if key == "image":
+        return ImagePart(inner, f"{place}.{key}")
+    if key == "image_url" and isinstance(inner, Mapping):
+        return ImagePart({"url": inner.get("url")}, f"{place}.{key}")
+    return ImagePart({key: inner}, place)
 
 
 def train_of(value: Any, path: str) -> bool | None:

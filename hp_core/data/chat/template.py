@@ -84,3 +84,19 @@ class ChatTokenizer(Tokenizer, Protocol):
     def spell(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included."""
         ...
+
+
+@runtime_checkable
+class ReservesTokens(Protocol):
+    """A tokenizer some of whose tokens stand for what is no text."""
+
+    @property
+    def reserved_tokens(self) -> tuple[str, ...]:
+        """These tokens: those of images and videos, and those around them."""
+        ...
+
+
+def reserved_fault(text: str, reserved: Sequence[str]) -> str | None:
+    """What is wrong with a text that spells a reserved token; None if it spells none."""
+    token = next((one for one in reserved if one in text), None)
+    return None if token is None else f"its text spells {token!r}, which stands for images or videos; take it out"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import xxhash
 
 from hp_core.data.chat.conversation import Conversation, ImagePart, Message, Part, RowError
 from hp_core.data.chat.spans import Marked, Span
-from hp_core.data.chat.template import PlacedTokens
+from hp_core.data.chat.template import PlacedTokens, ReservesTokens, reserved_fault
 from hp_core.data.chat.tokens import covered
 from hp_core.data.images.protocol import ImageTokenizer
 from hp_core.data.images.references import ImageError, ImageRules, ImageSource, decoded, source_of
@@ -51,7 +53,7 @@ class ImageReader:
     @property
     def identity(self) -> tuple[str, ...]:
         """What changes the images of the same rows, for a fingerprint."""
-        return (self.tokenizer.image_fingerprint,)
+        return (self.tokenizer.image_fingerprint, *self._reserved)
 
     def encoded(
         self, tokens: PlacedTokens, images: Sequence[PlacedImage], places: Sequence[Span], path: str
@@ -74,12 +76,15 @@ class ImageReader:
 
         Raises `RowError` for an image that can't be used, one that no turn refers to, and one too few.
         """
-        column = next((name for name in COLUMNS if fields.get(name) is not None), None)
+        filled = [name for name in COLUMNS if fields.get(name) is not None]
+        if len(filled) > 1:
+            raise RowError(filled[1], f"the row has images in {filled[0]!r}, too; leave one of them out, or null")
+        column = filled[0] if filled else None
         own = [] if column is None else _listed(fields[column])
-        messages = [_with_marks(one) if own else one for one in conversation.messages]
+        # A column without an image is one too few: its marks are no text to train on.
+        messages = [one if column is None else _with_marks(one) for one in conversation.messages]
         conversation = replace(conversation, messages=tuple(messages))
-        for message in messages:
-            self._refuse(message)
+        self._refuse(conversation)
         found: list[PlacedImage] = []
         taken = 0
         for part in conversation.images:
@@ -96,10 +101,19 @@ class ImageReader:
             raise RowError(f"{column}[{taken}]", f"no turn refers to it: {len(own)} images, {taken} places; {hint}")
         return conversation, tuple(found)
 
-    def _refuse(self, message: Message) -> None:
-        if self.tokenizer.image_token in (message.content or ""):
-            token = self.tokenizer.image_token
-            raise RowError(f"{message.path}.content", f"its text spells {token!r}, which stands for an image")
+    @cached_property
+    def _reserved(self) -> tuple[str, ...]:
+        own = self.tokenizer
+        return own.reserved_tokens if isinstance(own, ReservesTokens) else (own.image_token,)
+
+    def _refuse(self, conversation: Conversation) -> None:
+        """Raise `RowError` for texts that the model would take for an image or a video."""
+        texts = [(f"{one.path}.content", one.content) for one in conversation.messages]
+        texts += [(f"{one.path}.{key}", value) for one in conversation.messages for key, value in one.extras.items()]
+        for path, value in (*texts, ("tools", conversation.tools)):
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            if (fault := reserved_fault(text, self._reserved)) is not None:
+                raise RowError(path, fault)
 
     def _read(self, part: ImagePart, value: Any) -> PlacedImage:
         source = source_of(part, value, self.rules)

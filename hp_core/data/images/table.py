@@ -33,6 +33,7 @@ RECORD = np.dtype(
     ]
 )
 Records = NDArray[Any]
+_OUTDATED = "outdated"
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +83,30 @@ class ImageTable:
         source = self.source(record)
         data = source.read()
         if xxhash.xxh3_64_intdigest(data) != int(record["digest"]):
-            raise ImageError(f"{source.name} has changed since its row was encoded; start again")
+            raise ImageError(f"{source.name} has changed since its row was encoded; {self._outdated()}")
         return decoded(data, source.name)
 
+    @property
+    def _mark(self) -> Path | None:
+        """What says of images in a cache that they are outdated; None where they are in no cache."""
+        path = getattr(self.blob, "filename", None)
+        return None if path is None else Path(path).with_name(_OUTDATED)
+
+    def _outdated(self) -> str:
+        """Have the next start encode the rows anew, which sizes and times may not tell it; and what the user does."""
+        mark = self._mark
+        if mark is None:
+            return "start again"
+        try:
+            mark.touch()
+        except OSError:
+            return f"delete {str(mark.parent)!r}, then start again"
+        return "start again"
+
     def is_unchanged(self) -> bool:
-        """Whether the files of all images are as they were, by their sizes and times."""
+        """Whether the files of all images are as they were, by their sizes and times, and none was found changed."""
+        if self._mark is not None and self._mark.exists():
+            return False
         files = self.records[self.records["is_path"]]
         return all(_state(self.source(one).path) == (int(one["file_size"]), int(one["changed_ns"])) for one in files)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,9 +29,10 @@ from hp_core.data.streaming import Cursor
 from hp_core.data.survey import survey
 from hp_core.errors import ArgumentError, InputError, RunError
 from hp_plugins.datasets.chat import chat
+from hp_plugins.datasets.text import text
 from hp_plugins.tokenizers.pretrained import pretrained
 from hp_plugins.tokenizers.processor import PretrainedProcessor, processor
-from tests.pictures import IMAGE, TEMPLATE, as_base64, asked, picture, png, save_processor, write_rows
+from tests.pictures import IMAGE, TEMPLATE, as_base64, asked, other_family, picture, png, save_processor, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +196,42 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         },
         r"images\[1\]: no turn refers to it: 2 images, 1 places; write {type: image} or <image> where it belongs",
     ),
+    "a mark without an image": (
+        {
+            "messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "y"}],
+            "images": [],
+        },
+        r"messages\[0\]: <image>: is image 1 of the row's own, and the row has 0 in 'images'",
+    ),
+    "two columns": (
+        {
+            "messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "y"}],
+            "images": [],
+            "image": "a.png",
+        },
+        r"image: the row has images in 'images', too; leave one of them out, or null",
+    ),
     "mark in plain text": (
         {"messages": asked({"path": "a.png"}, "a <|image_pad|> mark")},
-        r"its text spells '<\|image_pad\|>', which stands for an image",
+        r"messages\[0\].content: its text spells '<\|image_pad\|>', which stands for images or videos; take it out",
+    ),
+    "mark of a video": (
+        {"messages": asked({"path": "a.png"}, "a <|video_pad|> mark")},
+        r"messages\[0\].content: its text spells '<\|video_pad\|>'",
+    ),
+    "begin of an image": ({"messages": asked("a <|vision_start|>")}, r"its text spells '<\|vision_start\|>'"),
+    "end of an image in an answer": (
+        {"messages": asked({"path": "a.png"}, "?", answer="a<|vision_end|>")},
+        r"messages\[1\].content: its text spells '<\|vision_end\|>'",
+    ),
+    "mark in a call": (
+        {
+            "messages": [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "<|video_pad|>"}}}]},
+            ]
+        },
+        r"messages\[1\].tool_calls: its text spells '<\|video_pad\|>'",
     ),
     "in an answer": (
         {
@@ -210,6 +246,25 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "absent": (
         {"messages": asked({"path": "none.png"}, "?")},
         r"messages\[0\].content\[0\].path: there is no file '.*none.png'",
+    ),
+    "a number": ({"messages": asked({"path": 3}, "?")}, r"messages\[0\].content\[0\].path: is a number"),
+    "a path for a URL": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]},
+                {"role": "assistant", "content": "y"},
+            ]
+        },
+        r"messages\[0\].content\[0\].image_url: 'a.png' is no URL; write a file as `path`",
+    ),
+    "a path for a nested URL": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}]},
+                {"role": "assistant", "content": "y"},
+            ]
+        },
+        r"messages\[0\].content\[0\].image_url.url: 'a.png' is no URL; write a file as `path`",
     ),
     "zero bytes": ({"messages": asked({"path": "zero.png"}, "?")}, r"zero.png is empty"),
     "too narrow": (
@@ -241,6 +296,15 @@ def write_files(folder: Path) -> None:
     (folder / "a.png").write_bytes(png(picture()))
     (folder / "half.png").write_bytes(content[: len(content) // 2])
     (folder / "zero.png").write_bytes(b"")
+
+
+@pytest.mark.parametrize("columns", [{}, {"images": None}, {"images": None, "image": None}])
+def test_a_mark_is_text_where_the_row_has_no_images(
+    columns: dict[str, Any], vl: PretrainedProcessor, tmp_path: Path
+) -> None:
+    chat_of = [{"role": "user", "content": "an <image> tag"}, {"role": "assistant", "content": "y"}]
+    row = one(vl, tmp_path, {"messages": chat_of, **columns})
+    assert vl.spell(row["input_ids"].tolist()).startswith("<|im_start|>user\nan <image> tag<|im_end|>")
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -311,6 +375,36 @@ def test_a_changed_picture_is_encoded_again_and_never_trained_on_unseen(
         again.train[0]
 
 
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_change_that_sizes_and_times_hide_is_encoded_again_once_it_is_found(
+    is_writable: bool, vl: PretrainedProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.bmp"
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": asked({"path": "a.bmp"}, "?")}])
+    picture(seed=1).save(file)
+    os.utime(file, (1, 1))
+    first = build(vl, path)
+    picture(seed=2).save(file)
+    os.utime(file, (1, 1))
+    assert build(vl, path).train.fingerprint == first.train.fingerprint
+    if not is_writable:
+
+        def refused(*_: object) -> None:
+            raise PermissionError
+
+        monkeypatch.setattr(Path, "touch", refused)
+        with pytest.raises(RunError, match=r"has changed since .*; delete '.*cache/[0-9a-f]+', then start again"):
+            first.train[0]
+        return
+    with pytest.raises(RunError, match=r"a.bmp has changed since its row was encoded; start again"):
+        first.train[0]
+    for _ in range(2):
+        again = build(vl, path)
+        (row,) = rows_of(again)
+        np.testing.assert_array_equal(row["images"]["pixel_values"], vl.image_inputs(picture(seed=2))["pixel_values"])
+    assert not list((tmp_path / "cache").glob("*/outdated"))
+
+
 @pytest.mark.parametrize("policy", ["truncate", "truncate_eos"])
 @pytest.mark.parametrize(
     ("train_on", "length"), [*(("assistant", n) for n in range(14, 40)), *(("all", n) for n in range(5, 40))]
@@ -366,6 +460,26 @@ def test_rows_are_the_same_wherever_their_pictures_lie(vl: PretrainedProcessor, 
         assert tokens_of(rows_of(datasets)[0]) == 4
         shutil.rmtree(folder)
     assert fingerprints[0] == fingerprints[1]
+
+
+def test_tokens_of_images_are_reserved_and_others_are_not(vl: PretrainedProcessor, tmp_path: Path) -> None:
+    assert vl.reserved_tokens == ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+    other_family("llava", tmp_path)
+    assert set(processor(str(tmp_path)).reserved_tokens) == set(vl.reserved_tokens)
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|vision_start|>", "<|video_pad|>"])
+def test_plain_text_that_spells_a_token_of_images_is_faulty(
+    token: str, vl: PretrainedProcessor, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "good<|im_end|>"}, {"text": f"a {token} b"}])
+    arguments: dict[str, Any] = {"files": str(path), "cache_dir": str(tmp_path / "cache"), "max_seq_len": 8}
+    with pytest.raises(InputError, match=rf"rows.jsonl:2: its text spells '{re.escape(token)}', which stands for"):
+        text(**arguments, tokenizer=vl)
+    datasets = text(**arguments, tokenizer=vl, on_error="skip")
+    assert vl.spell(datasets.train[0]["input_ids"].tolist()).startswith("good<|im_end|>")
+    # A tokenizer alone has no images to mix them up with.
+    assert text(**arguments, tokenizer=pretrained(vl.name)).train.report.faulty_rows == 0
 
 
 def test_split_would_cut_images(vl: PretrainedProcessor, tmp_path: Path) -> None:
@@ -497,6 +611,20 @@ def test_images_are_encoded_alike_by_any_number_of_processes(
     assert found[0].train.fingerprint == found[1].train.fingerprint
     for one_row, other in zip(rows_of(found[0]), rows_of(found[1]), strict=True):
         np.testing.assert_array_equal(one_row["images"]["pixel_values"], other["images"]["pixel_values"])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"min_pixels": 4096, "max_pixels": 1024}, "min_pixels: 4,096 is more than the max_pixels 1,024; lower min"),
+        ({"min_pixels": 5000}, "min_pixels: 5,000 is more than the processor's own max_pixels 4,096; give max_pixels,"),
+        ({"max_pixels": 100}, "max_pixels: 100 is less than the processor's own min_pixels 256; give min_pixels, too"),
+    ],
+)
+def test_bounds_of_pixels_are_in_order(bounds: dict[str, int], message: str, vl: PretrainedProcessor) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        processor(vl.name, **bounds)
+    assert processor(vl.name, min_pixels=1024, max_pixels=1024).image_fingerprint != vl.image_fingerprint
 
 
 def test_bounds_of_pixels_count_and_are_saved(vl: PretrainedProcessor, tmp_path: Path) -> None:
