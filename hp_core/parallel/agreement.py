@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # How long rank 0 waits for others to hear of what it is to end with.
 _HEARD = timedelta(seconds=30)
+_NUM_SHOWN = 8
 
 
 def require_same_everywhere(what: str, value: Any, setup: DistributedSetup) -> None:
@@ -40,12 +41,12 @@ def require_same_recipes(digests: Mapping[str, str], environment: ProcessEnviron
     Rank 0 compares, and tells all, through the store alone.
 
     Args:
-        digests: of what each section says.
+        digests: of what each key says.
         environment: which of how many processes this is.
         store: of this attempt of the run.
 
     Raises:
-        InputError: on every rank; it names the first that differs, its host and the sections.
+        InputError: on every rank; it names the first that differs, its host and the keys.
     """
     if environment.world_size == 1:
         return
@@ -70,11 +71,14 @@ def require_same_recipes(digests: Mapping[str, str], environment: ProcessEnviron
 def _unlike(own: Mapping[str, Any], rank: int, other: Mapping[str, Any]) -> str:
     """How the recipe of a rank differs from that of rank 0; empty if it doesn't."""
     names = sorted({*own["digests"], *other["digests"]})
-    sections = [name for name in names if own["digests"].get(name) != other["digests"].get(name)]
-    if not sections:
+    keys = [name for name in names if own["digests"].get(name) != other["digests"].get(name)]
+    # A section that differs in a key of its own says nothing more.
+    keys = [name for name in keys if not any(other_key.startswith((f"{name}.", f"{name}[")) for other_key in keys)]
+    if not keys:
         return ""
+    shown = ", ".join(keys[:_NUM_SHOWN]) + (f" and {len(keys) - _NUM_SHOWN} more" if len(keys) > _NUM_SHOWN else "")
     where = f"rank 0 (on {own['host']}) and rank {rank} (on {other['host']})"
-    return f"recipes differ between ranks: {where} are given different {', '.join(sections)}"
+    return f"recipes differ between ranks: {where} are given different {shown}"
 
 
 def gathered(value: Any, setup: DistributedSetup) -> list[Any]:
