@@ -18,7 +18,7 @@ _PATIENCE_S = 5.0
 class LooseThread(threading.Thread):
     """A daemon that does `work`, and may still be at it when the process ends.
 
-    A process that ends by `ended_with` doesn't wait for it. Any other, such as a script of a user's own, waits at its
+    A process that ends by `leave` doesn't wait for it. Any other, such as a script of a user's own, waits at its
     end for a few seconds, after it has called `let_go`, and is aborted (exit code 134) if the thread is at work in
     native code even then.
     """
@@ -48,17 +48,13 @@ def _at_work() -> list[LooseThread]:
     return [one for one in threading.enumerate() if isinstance(one, LooseThread)]
 
 
-def ended_with(code: int) -> int:
-    """Return `code`, what the process is to exit with; where a loose thread is at work, end the process here."""
-    return leave(code) if _at_work() else code
-
-
 def leave(code: int) -> NoReturn:
     """End the process, whatever threads of native code are at.
 
     Python's own end unwinds the stack of a thread that comes out of native code. Libraries written in C++, such as
-    torch and pyarrow, abort the process at that, and its exit code would be lost. What python does before it, waiting
-    for the other threads above all, is done here as well.
+    torch and pyarrow, abort the process at that, and its exit code would be lost: threads of gloo let go of the
+    tensors they have sent when they come to it. A signal that comes during python's own end kills the process. What
+    python does before it, waiting for the other threads above all, is done here as well.
     """
     atexit.unregister(_wait)
     threading._shutdown()  # type: ignore[attr-defined]  # as python's own end does, before anything else

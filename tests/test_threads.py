@@ -2,16 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
 
-from hp_core.threads import LooseThread, ended_with
 from tests.conftest import ROOT
 
 # Native code that calls back into python all the time, as readers of data do.
 _AT_WORK = """
 import atexit, time, torch
-from hp_core.threads import LooseThread, ended_with
+from hp_core.threads import LooseThread, leave
 
 def work():
     while True:
@@ -20,7 +18,7 @@ def work():
 LooseThread(work, "reading").start()
 time.sleep(0.5)
 atexit.register(print, "told at the end")
-raise SystemExit(ended_with(75))
+leave(75)
 """
 
 
@@ -34,12 +32,12 @@ def test_a_process_ends_with_its_code_while_a_loose_thread_is_at_work():
 _UPLOADS = """
 import threading, time
 from concurrent.futures import ThreadPoolExecutor
-from hp_core.threads import LooseThread, ended_with
+from hp_core.threads import LooseThread, leave
 
 LooseThread(lambda: time.sleep(60), "reading").start()
 ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.5), print("uploaded by a pool")))
 threading.Thread(target=lambda: (time.sleep(1), print("uploaded"))).start()
-raise SystemExit(ended_with(75))
+leave(75)
 """
 
 
@@ -50,7 +48,7 @@ def test_what_others_still_do_is_done_before():
     assert (done.returncode, done.stdout, done.stderr) == (75, "uploaded by a pool\nuploaded\n", "")
 
 
-# A user's own script, which knows nothing of `ended_with`, and a thread that is about to find nothing more to do.
+# A user's own script, which knows nothing of `leave`, and a thread that is about to find nothing more to do.
 _A_SCRIPT = """
 import time, torch
 from hp_core.threads import LooseThread
@@ -88,12 +86,3 @@ def test_a_script_that_leaves_a_reader_open_ends_at_once():
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
     assert time.monotonic() - began < 5
-
-
-def test_it_goes_on_without_one():
-    begun = threading.Event()
-    thread = LooseThread(begun.set, "short")
-    thread.start()
-    thread.join()
-    assert begun.is_set()
-    assert ended_with(3) == 3

@@ -11,7 +11,7 @@ from typing import Any
 from hp_core.cli import check, config, data, export, launch, new_plugin, plugins, schema, train
 from hp_core.errors import EXIT_INTERRUPTED, HpError, InputError, Problem
 from hp_core.parallel.launching.records import failure_of
-from hp_core.threads import ended_with
+from hp_core.threads import leave
 
 _EPILOG = """\
 Any recipe value can be given on the command line: --training.train_iters=10 --optimizer.lr=1e-4
@@ -24,9 +24,9 @@ or by a second signal, the signal ends the run at once: 130 Ctrl-C, 143 SIGTERM,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, that of this process without `argv`, and return its exit code."""
+    """Run one command and return its exit code, or end with it if no `argv` is given."""
     if argv is None:
-        return ended_with(_main(sys.argv[1:]))
+        leave(_main(sys.argv[1:]))
     return _main(argv)
 
 

@@ -13,7 +13,6 @@ from hp_core.cli.checked import checked_recipe
 from hp_core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, HpError, InputError
 from hp_core.parallel.environment import ProcessEnvironment, detect
 from hp_core.parallel.launching.records import LaunchFolder, attend, failure_of
-from hp_core.threads import leave
 
 if TYPE_CHECKING:
     from hp_core.config import Recipe
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if folder is not None:
         attend(folder, environment.rank)
     try:
-        code = _run(args, environment, folder)
+        return _run(args, environment, folder)
     except KeyboardInterrupt:
         if environment.launcher == "none":
             raise
@@ -60,8 +59,6 @@ def run(args: argparse.Namespace) -> int:
         failure = failure_of(error)
         print(failure.told(), file=sys.stderr)
         return failure.code
-    # Threads of gloo let go of the tensors they have sent when they come to it, which may be while python ends.
-    return code if environment.launcher == "none" else leave(code)
 
 
 def _run(args: argparse.Namespace, environment: ProcessEnvironment, folder: LaunchFolder | None) -> int:
