@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from hp_core.errors import EXIT_USER_INPUT, HpError, InputError, Problem
@@ -185,6 +187,12 @@ def describe(cause: BaseException) -> str:
     """Return an exception as one line, `ImportError: no module …`."""
     text = " ".join(str(cause).split())
     return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+
+
+def raised_in(cause: BaseException) -> str:
+    """Return where an exception was raised, `raised in rows.py, line 7, in __getitem__`."""
+    frame = traceback.extract_tb(cause.__traceback__)[-1]
+    return f"raised in {Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
 
 
 def _offering_distributions(unreadable: set[str]) -> dict[str, list[importlib.metadata.Distribution]]:

@@ -10,7 +10,8 @@ from hp_core.data.mixed import MixedRows
 from hp_core.data.packing import PackedRows
 from hp_core.data.protocols import EMPTY_ROW, IGNORED_LABEL, DataReport, Datasets, RowDataset, Sample
 from hp_core.data.streaming import StreamingRows
-from hp_core.errors import InputError, Problem
+from hp_core.entry_points import describe, raised_in
+from hp_core.errors import HpError, InputError, Problem
 
 # The number of a row, and its images: an empty row has neither.
 _OF_ROWS = ("index", "images")
@@ -77,7 +78,7 @@ class WithEmptyRow:
     def __getitem__(self, index: int, /) -> Sample:
         if index != EMPTY_ROW:
             return self.dataset[index]
-        empty = {name: np.zeros_like(value) for name, value in self.dataset[0].items() if name not in _OF_ROWS}
+        empty = {name: np.zeros_like(value) for name, value in self._first().items() if name not in _OF_ROWS}
         for name, value in empty.items():
             if name == "labels" or name.endswith("_labels"):
                 value[...] = IGNORED_LABEL
@@ -85,6 +86,15 @@ class WithEmptyRow:
                 value[...] = True
         empty["position_ids"][...] = np.arange(self.max_seq_len)
         return cast(Sample, {"index": EMPTY_ROW, **empty})
+
+    def _first(self) -> Sample:
+        try:
+            return self.dataset[0]
+        except HpError:
+            raise
+        except Exception as error:
+            message = f"the first row can't be read: {describe(error)}"
+            raise InputError(Problem(message, path="dataset", hint=raised_in(error))) from error
 
 
 def as_datasets(built: object) -> Datasets:

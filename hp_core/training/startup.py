@@ -14,7 +14,7 @@ from hp_core.config.models import AcceleratorConfig
 from hp_core.data.order import check_batch
 from hp_core.data.protocols import Datasets
 from hp_core.data.rows import WithEmptyRow, as_datasets
-from hp_core.entry_points import describe
+from hp_core.entry_points import describe, raised_in
 from hp_core.errors import HpError, InputError, Problem
 from hp_core.parallel.agreement import require_same_everywhere
 from hp_core.parallel.ready import require_split
@@ -40,8 +40,8 @@ def told_of_the_loss(what: str) -> Iterator[None]:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         if "torch/distributed" in Path(frame.filename).as_posix():
             raise  # another rank has failed, and will say why
-        hint = f"raised in {Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
-        raise InputError(Problem(f"{what}: {describe(error)}", path="loss_fn", hint=hint)) from error
+        problem = Problem(f"{what}: {describe(error)}", path="loss_fn", hint=raised_in(error))
+        raise InputError(problem) from error
 
 
 def checked_model(built: Any, run: Run) -> nn.Module:

@@ -45,6 +45,19 @@ def test_the_empty_row_has_no_target_and_all_arrays() -> None:
     assert empty["mtp_labels"].tolist() == [-100] * 3
 
 
+class Unreadable(Weighted):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise ValueError(f"no row {index}")
+
+
+def test_a_first_row_that_cant_be_read_is_a_fault_of_the_data() -> None:
+    with pytest.raises(InputError) as raised:
+        WithEmptyRow(Unreadable())[-1]  # type: ignore[arg-type]
+    [problem] = raised.value.problems
+    assert (problem.path, problem.message) == ("dataset", "the first row can't be read: ValueError: no row 0")
+    assert problem.hint.startswith("raised in test_rows.py, line ")
+
+
 def test_other_rows_and_facts_are_the_datasets_own() -> None:
     rows = WithEmptyRow(Weighted())  # type: ignore[arg-type]
     assert rows[1]["index"] == 1
