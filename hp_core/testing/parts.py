@@ -60,7 +60,9 @@ class NumberedRows:
     ) -> None:
         self.num_rows, self.max_seq_len, self.vocab, self.silent = num_rows, length, vocab, silent
         self.columns, self.documents = columns, documents
-        self.fingerprint = f"numbered-{num_rows}-{length}-{vocab}-{sorted(silent)}-{columns}-{documents}"
+        self.fingerprint = f"numbered-{num_rows}-{length}-{vocab}-{sorted(silent)}-{columns}"
+        if documents > 1:
+            self.fingerprint += f"-{documents}"
 
     def __len__(self) -> int:
         return self.num_rows

@@ -206,6 +206,7 @@ def fail(how: str) -> None:
     if how == "refuse":
         raise InputError("the loss refuses")
     if how == "hang":
+        print("hanging", flush=True)
         time.sleep(600)
     if how.startswith("exit"):
         os._exit(int(how.removeprefix("exit")))
@@ -224,20 +225,20 @@ def rows_of_two_runs(source: str, copy: str) -> Datasets:
 
 
 class BreakingRows(NumberedRows):
-    """Raises at one row on one rank."""
+    """Raises at every row from a certain one on, on one rank, which gets 12 of the 24."""
 
-    def __init__(self, rank: int, row: int) -> None:
+    def __init__(self, rank: int, start: int) -> None:
         super().__init__(24, 16, 96, set())
-        self.rank, self.row = rank, row
+        self.rank, self.start = rank, start
 
     def __getitem__(self, index: int) -> Any:
-        if index == self.row and os.environ["RANK"] == str(self.rank):
-            raise RuntimeError("the data broke")
+        if index >= self.start and os.environ["RANK"] == str(self.rank):
+            raise RuntimeError(f"the data broke at row {index}")
         return super().__getitem__(index)
 
 
-def rows_that_break(rank: int, row: int) -> Datasets:
-    return Datasets(BreakingRows(rank, row))
+def rows_that_break(rank: int, start: int) -> Datasets:
+    return Datasets(BreakingRows(rank, start))
 
 
 class BreakingTracker:
