@@ -272,7 +272,10 @@ def _nothing_to_predict(role: str, part: Part, report: DataReport, layout: Layou
     source = f" of the source {part.name!r}" if part.name else ""
     reasons = [f"{report.empty_documents} documents without text", f"{report.short_documents} of one token"]
     if report.dropped_documents:
-        reasons.append(f"{report.dropped_documents} longer than max_seq_len {layout.max_seq_len}, which are dropped")
+        room = f"max_seq_len {layout.max_seq_len}"
+        if layout.max_row_pixels is not None:
+            room += f", or of more pixels than max_row_pixels {layout.max_row_pixels:,}"
+        reasons.append(f"{report.dropped_documents} longer than {room}, which are dropped")
     if report.untargeted_documents:
         reasons.append(f"{report.untargeted_documents} without a trained token")
     if report.faulty_rows:

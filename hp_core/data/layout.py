@@ -25,7 +25,8 @@ class Layout:
     (`sequential`: with `split` an endless stream that is cut at the ends of rows, otherwise what doesn't fit begins a
     new row), or one alone (`none`).
 
-    `max_row_pixels` is how many pixels of images a row has at most, None for as many as its tokens stand for.
+    `max_row_pixels` is how many pixels of images a row has at most, None for as many as its tokens stand for. A
+    document of more is too long for a row, and `length_policy` is for it, too.
 
     Raises `ArgumentError` for rows that have no room for a token and its target.
     """

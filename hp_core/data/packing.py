@@ -122,7 +122,7 @@ def plan_rows(
     if images is not None and len(images) and layout.length_policy == "split":
         raise ArgumentError("length_policy", "'split' would cut images in two", "write drop, or truncate")
     whole, left_out = kept_documents(lengths, layout, selected, trained, images)
-    pixels = None if images is None or layout.max_row_pixels is None else _pixels(whole, images, layout.max_row_pixels)
+    pixels = None if images is None or layout.max_row_pixels is None else _pixels(whole, images)
     pieces, row_of = _placed(whole, layout, trained, pixels)
     order = np.argsort(row_of, kind="stable")
     pieces, row_of = pieces.take(order), row_of[order]
@@ -143,16 +143,12 @@ def plan_rows(
     return PackingPlan(layout.max_seq_len, pieces, row_ends, report)
 
 
-def _pixels(whole: Pieces, images: Records, most: int) -> Numbers:
-    """How many pixels each piece has. Raises `ArgumentError` for one of more than a row may have."""
+def _pixels(whole: Pieces, images: Records) -> Numbers:
+    """How many pixels each piece has."""
     places = np.searchsorted(whole.documents, images["document"])
     own = np.append(whole.documents, -1)[places] == images["document"]
     own[own] = (images["start"] + images["size"])[own] <= whole.sizes[places[own]]
-    pixels = np.bincount(places[own], weights=images["pixels"][own], minlength=len(whole)).astype(np.int64)
-    if len(pixels) and pixels.max() > most:
-        message = f"{most:,} are fewer than the {int(pixels.max()):,} of one document"
-        raise ArgumentError("max_row_pixels", message, "write more, or a smaller max_pixels of the processor")
-    return pixels
+    return np.bincount(places[own], weights=images["pixels"][own], minlength=len(whole)).astype(np.int64)
 
 
 def _placed(

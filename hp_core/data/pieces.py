@@ -64,17 +64,21 @@ def kept_documents(
     """What the length policy leaves of each document, as one piece, however long.
 
     Documents of 0 (empty) or 1 token (nothing to predict) are left out, and after cutting those without any target.
-    None is cut within one of its `images`: those that would be are left out with what is behind.
+    One whose images have more pixels than a row may have is too long as well. None is cut within one of its `images`:
+    those that would be are left out with what is behind.
     """
     chosen = np.ones(len(lengths), dtype=bool) if selected is None else selected
     documents = np.flatnonzero(chosen & (lengths >= 2))
     whole = lengths[documents]
+    own_images = None if images is None else _Images.among(documents, images, layout.max_row_pixels)
+    sizes = whole if layout.length_policy == "split" else np.minimum(whole, layout.max_seq_len)
+    if own_images is not None:
+        sizes = own_images.seen(sizes)
     num_dropped = 0
     if layout.length_policy == "drop":
-        fits = whole <= layout.max_seq_len
+        fits = sizes == whole
         documents, whole, num_dropped = documents[fits], whole[fits], int(np.count_nonzero(~fits))
-    sizes = np.minimum(whole, layout.max_seq_len) if layout.length_policy.startswith("truncate") else whole
-    own_images = None if images is None else _Images.among(documents, images)
+        sizes, own_images = whole, None
     if own_images is not None:
         sizes = own_images.uncut(sizes, (layout.length_policy == "truncate_eos") & (sizes < whole))
     starts = (np.cumsum(lengths) - lengths)[documents]
@@ -100,18 +104,32 @@ def kept_documents(
 
 @dataclass(frozen=True, eq=False)
 class _Images:
-    """The images of some documents: the place of each one's document among them, and where it begins and ends in it."""
+    """The images of some documents: the place of each one's document among them, and where it begins and ends in it.
+
+    `is_beyond` marks those with which a document has more pixels than a row may have.
+    """
 
     of: Numbers
     begins: Numbers
     ends: Numbers
+    is_beyond: Mask
 
     @classmethod
-    def among(cls, documents: Numbers, images: Records) -> _Images:
+    def among(cls, documents: Numbers, images: Records, max_pixels: int | None) -> _Images:
         places = np.searchsorted(documents, images["document"])
         is_among = np.append(documents, -1)[places] == images["document"]
-        own = images[is_among]
-        return cls(places[is_among], own["start"], own["start"] + own["size"])
+        own, of = images[is_among], places[is_among]
+        running = np.cumsum(own["pixels"])
+        # They lie in the order of documents and of their tokens.
+        before = (running - own["pixels"])[np.searchsorted(of, of)]
+        is_beyond = np.zeros(len(of), dtype=bool) if max_pixels is None else running - before > max_pixels
+        return cls(of, own["start"], own["start"] + own["size"], is_beyond)
+
+    def seen(self, sizes: Numbers) -> Numbers:
+        """The sizes, reduced to where an image begins that is too many."""
+        reduced: Numbers = sizes.copy()
+        np.minimum.at(reduced, self.of[self.is_beyond], self.begins[self.is_beyond])
+        return reduced
 
     def uncut(self, sizes: Numbers, closes: Mask) -> Numbers:
         """The sizes, where one ends within an image reduced to where the image begins.

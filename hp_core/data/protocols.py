@@ -123,12 +123,12 @@ class DataReport:
     """
 
     documents: int
-    empty_documents: int
-    short_documents: int
     tokens: int
     targets: int
     rows: int
     padding_tokens: int
+    empty_documents: int = 0
+    short_documents: int = 0
     dropped_tokens: int = 0
     dropped_documents: int = 0
     untargeted_documents: int = 0
@@ -170,6 +170,10 @@ class DataReport:
         if self.split_documents:
             line += f"; split: {self.split_documents:,} documents"
         return line
+
+    def told_images(self) -> str:
+        """How many images the rows have; empty if none."""
+        return f" with {self.images:,} image{'s' * (self.images != 1)}" if self.images else ""
 
     def as_dict(self) -> dict[str, int | float]:
         """Every field and `fill`, for manifests and metrics."""

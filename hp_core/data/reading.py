@@ -72,19 +72,26 @@ class Faults:
 
     def require(self, reading: Reading) -> None:
         """Raise `InputError` with the first faults if there are more than may be left out."""
+        if reading.on_error == "fail":
+            self.require_none()
         if self.count <= reading.limit:
             return
-        if reading.on_error == "fail":
-            raise InputError("\n".join(self.messages))
         told = "\n".join(self.messages)
         raise InputError(
             f"{self.source_name}: more faulty rows than the {reading.limit} of max_errors; the first:\n{told}"
         )
 
+    def require_none(self) -> None:
+        """Raise `InputError` with the first faults if there are any."""
+        if self.count:
+            raise InputError(self._told)
+
     def log(self) -> None:
         """Say how many rows were left out, and what was wrong with the first."""
         if self.count:
-            rest = f"\n… and {self.count - len(self.messages)} more" if self.count > len(self.messages) else ""
-            _log.warning(
-                "%s: left out %d faulty rows:\n%s%s", self.source_name, self.count, "\n".join(self.messages), rest
-            )
+            _log.warning("%s: left out %d faulty rows:\n%s", self.source_name, self.count, self._told)
+
+    @property
+    def _told(self) -> str:
+        rest = f"\n… and {self.count - len(self.messages)} more" if self.count > len(self.messages) else ""
+        return "\n".join(self.messages) + rest

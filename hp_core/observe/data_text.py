@@ -78,7 +78,7 @@ def _split_lines(split: SplitFacts) -> Iterator[str]:
     report = split.report
     if report is not None:
         line += f" ({report.fill:.1%} full), {report.tokens:,} tokens, {report.targets:,} targets"
-        line += f" from {_many(report.documents, 'document')}{report.told()}"
+        line += f" from {_many(report.documents, 'document')}{report.told_images()}{report.told()}"
     yield line
     for source in split.sources:
         yield f"  {source.name}: {_source_line(source)}"
@@ -89,7 +89,7 @@ def _source_line(source: SourceFacts) -> str:
     epoch = "" if source.epoch_rows == report.rows else f", {source.epoch_rows:,} of an epoch"
     return (
         f"{report.rows:,} rows{epoch}, {report.tokens:,} tokens, {report.targets:,} targets from "
-        f"{_many(report.documents, 'document')}{report.told()}"
+        f"{_many(report.documents, 'document')}{report.told_images()}{report.told()}"
     )
 
 

@@ -120,7 +120,8 @@ def data_lines(datasets: Datasets) -> list[str]:
         line = f"{name} data: {number} rows of {dataset.max_seq_len} tokens"
         report = dataset.report
         if report is not None:
-            line += f" ({report.fill:.1%} full) from {report.documents:,} documents{report.told()}"
+            line += f" ({report.fill:.1%} full) from {report.documents:,} documents{report.told_images()}"
+            line += report.told()
         if dataset.columns:
             line += f"; columns: {', '.join(dataset.columns)}"
         lines += [line, *_source_lines(dataset)]
@@ -142,7 +143,7 @@ def _source_lines(dataset: WithEmptyRow) -> Iterator[str]:
     total = sum(mixed.epoch_rows)
     for name, part, rows in zip(mixed.names, mixed.parts, mixed.epoch_rows, strict=True):
         report = part.report
-        counts = f"{report.documents:,} documents, {report.targets:,} targets{report.told()}"
+        counts = f"{report.documents:,} documents{report.told_images()}, {report.targets:,} targets{report.told()}"
         yield f"  {name}: {rows:,} rows of each epoch ({rows / total:.1%}) out of {len(part):,}; {counts}"
 
 

@@ -105,7 +105,10 @@ def chat(
     image_urls: Annotated[bool, Field(description="Fetch images that are given as http URLs.")] = False,
     max_row_pixels: Annotated[
         Annotated[int, Field(ge=1)] | None,
-        Field(description="Pixels of images in a row at most, however many tokens it has; null is any number."),
+        Field(
+            description="Pixels of images in a row at most, however many tokens it has; null is any number. A "
+            "conversation of more is too long for a row."
+        ),
     ] = None,
     *,
     tokenizer: Tokenizer | TrainableTokenizer | None,

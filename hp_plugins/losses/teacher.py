@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ from hp_core.errors import InputError
 from hp_core.parallel.context.attention import require_context_attention
 from hp_core.parallel.fsdp import reshard
 from hp_core.parallel.setup import DistributedSetup
-from hp_core.training.built import as_module
-from hp_core.training.state import random_state, restore_random_state
+from hp_core.training.beside import UNTRAINED, frozen_model
 from hp_plugins.losses.head import LossHead, measure_transform
 from hp_plugins.losses.logits import LogitTransform
 
@@ -66,21 +64,11 @@ class Teacher:
         Raises:
             InputError: it has no plain head, or its logits are more than a scale and a soft cap of the head's output.
         """
-        random = random_state()
-        built = target.build(
-            # The recipe's replacements are for the model that is trained.
-            distributed_setup=dataclasses.replace(setup, replacer=None, planner=None),
-            peft_config=None,
-            activation_checkpoint=None,
-            activation_swap=None,
-            compile_config=None,
-        )
-        model = as_module(built, target.section).requires_grad_(False).eval()
+        model = frozen_model(lambda own: target.build(distributed_setup=own, **UNTRAINED), setup, target.section)
         require_context_attention(model, setup)
         with told_as(target, "the logits of a teacher are computed from its head, some tokens at a time"):
             head = LossHead.of(model)
             transform = measure_transform(model, head)
-        restore_random_state(random)
         return cls(model, head, transform)
 
     @property

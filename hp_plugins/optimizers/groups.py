@@ -104,9 +104,15 @@ def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
     """Check every pattern and take the gradients off the parameters of frozen groups.
 
     Raises:
-        ArgumentError: a pattern matches nothing, two groups match one parameter, or nothing is left to train.
+        ArgumentError: a pattern matches nothing, two groups match one parameter, a group is for parameters that are
+            frozen without it, or nothing is left to train.
     """
     claims = _claims(model, groups)
+    trainable = {claims.get(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for index, group in enumerate(groups):
+        if not anywhere(model, index in trainable) and not group.frozen:
+            message = f"{group.match!r} matches nothing that is trained, so the group does nothing"
+            raise ArgumentError(f"groups[{index}].match", message, "drop the group, or what freezes these before")
     for name, parameter in model.named_parameters():
         if name in claims and groups[claims[name]].frozen:
             parameter.requires_grad_(False)

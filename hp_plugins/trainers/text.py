@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
 from hp_core.data.protocols import Datasets, Tokenizer
 from hp_core.errors import InputError, Problem, RunError
+from hp_core.model.vocabulary import check_vocabulary
+from hp_core.parallel.images import outside_language_model, sees_images
 from hp_core.training.accounting import MicroBatch
 from hp_core.training.base import BaseTrainer
 from hp_core.training.columns import column_arguments, empty_columns
@@ -54,15 +54,27 @@ class TextTrainer(BaseTrainer):
     def _build_dataset(self) -> None:
         super()._build_dataset()
         self.tokenizer = self.datasets.tokenizer or self.tokenizer
+        if sees_images(self.model) and not self._trains_images():
+            self._leave_tower()
         check_call(self.model)
         if isinstance(self.tokenizer, Tokenizer):
-            _check_vocabulary(self.model, self.tokenizer)
+            check_vocabulary(self.model, self.tokenizer)
         check_isolation(self.model, self.setup.device)
         check_shift(self._model_loss, self.setup.device)
         if self.setup.sizes.pp == 1:
             self._say(self._try_loss())
         if self.config.evaluation.samples.prompts and not isinstance(self.tokenizer, Tokenizer):
             raise InputError(Problem("sampling text needs dataset.tokenizer", path="evaluation.samples.prompts"))
+
+    def _trains_images(self) -> bool:
+        """Whether some row to train on may have an image. A task that takes none has none."""
+        return False
+
+    def _leave_tower(self) -> None:
+        """Take out of training what only images would train."""
+        for parameter in outside_language_model(self.model).values():
+            parameter.requires_grad_(False)
+        self.run.console.say("no row to train on has an image: what images go through is frozen")
 
     def _try_loss(self) -> list[str]:
         """Refuse a loss that does something else than it declares; return what may be wrong with it."""
@@ -136,19 +148,3 @@ def _check_columns(collate_fn: Any, datasets: Datasets, columns: Sequence[str]) 
             column_arguments(loss_inputs, columns)
         except RunError as error:
             raise InputError(Problem(str(error), path="dataloader.collate_fn")) from error
-
-
-def _check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:
-    if not isinstance(model, PreTrainedModel):
-        return
-    embeddings = model.get_input_embeddings()
-    # A stage of a pipeline may have none.
-    size = embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else model.config.vocab_size
-    if tokenizer.vocab_size > size:
-        raise InputError(
-            Problem(
-                f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model's vocabulary only {size}",
-                path="model",
-                hint=f"set model.config.vocab_size to {tokenizer.vocab_size} or more",
-            )
-        )

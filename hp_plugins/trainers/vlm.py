@@ -19,7 +19,6 @@ from hp_core.parallel.images import (
     BLANK_IMAGE,
     UNCUT,
     has_axes,
-    outside_language_model,
     sees_images,
     with_axis_positions,
 )
@@ -66,15 +65,9 @@ class VLMTrainer(TextTrainer):
         self._has_images = any(map(_may_have_images, splits))
         if self._has_images:
             self._try_image()
-        if not _may_have_images(self.datasets.train):
-            self._leave_tower()
 
-    def _leave_tower(self) -> None:
-        """Take out of training what only images would train."""
-        tower = outside_language_model(self.model)
-        for parameter in tower.values():
-            parameter.requires_grad_(False)
-        self.run.console.say("no row to train on has an image: what images go through is frozen")
+    def _trains_images(self) -> bool:
+        return _may_have_images(self.datasets.train)
 
     def _try_image(self) -> None:
         """Refuse a model that makes another number of features of an image than the processor writes tokens for it.

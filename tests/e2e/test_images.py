@@ -158,16 +158,35 @@ def test_a_run_that_is_interrupted_goes_on_bit_for_bit(workers: int, folder: Pat
     assert steps(cut, "grad_norm") == steps(whole, "grad_norm")
 
 
+@pytest.mark.parametrize("trainer", ["vlm", "text"])
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_without_any_image_the_tower_is_left_as_it_is(nproc: int, folder: Path, tmp_path: Path) -> None:
+def test_without_any_image_the_tower_is_left_as_it_is(nproc: int, trainer: str, folder: Path, tmp_path: Path) -> None:
     """And said so; the language model takes the same steps on any number of ranks."""
-    path = recipe(folder, tmp_path)
+    path = recipe(folder, tmp_path, trainer=trainer)
     done = hp_train(str(path), f"--dataset.files={folder / 'text.jsonl'}", "--nproc", str(nproc))
     assert done.returncode == 0, done.stderr
     assert "no row to train on has an image: what images go through is frozen" in done.stdout
     assert re.search(r"frozen: [0-9,]+ of [0-9,]+ parameters, in model.visual\n", done.stdout)
     first = train(recipe(folder, tmp_path / "one"), f"--dataset.files={folder / 'text.jsonl'}")
     assert steps(read(tmp_path / "run")) == pytest.approx(steps(first), abs=1e-5)
+
+
+def test_settings_of_a_tower_that_nothing_trains_are_refused(folder: Path, tmp_path: Path) -> None:
+    groups = [{"match": "model.visual.*", "lr": 1e-3}]
+    path = recipe(folder, tmp_path, optimizer={"name": "adamw", "lr": 1e-2, "groups": groups})
+    done = hp_train_here(str(path), f"--dataset.files={folder / 'text.jsonl'}")
+    assert done.returncode == 2
+    assert "optimizer.groups[0].match: 'model.visual.*' matches nothing that is trained" in done.stderr
+    assert hp_train_here(str(path), "--training.train_iters=1").returncode == 0
+
+
+def test_the_first_lines_say_how_many_images_there_are(folder: Path, tmp_path: Path) -> None:
+    path = recipe(folder, tmp_path)
+    done = hp_train_here(str(path), "--training.train_iters=1")
+    assert "16 rows of 64 tokens" in done.stdout
+    assert "from 16 documents with 15 images\n" in done.stdout
+    done = hp_train_here("data", str(path), "--dataset.max_row_pixels=2500")
+    assert "from 11 documents with 5 images; left out: 5 documents longer than a row\n" in done.stdout
 
 
 def test_images_to_evaluate_on_alone_leave_the_tower_as_it_is(folder: Path, tmp_path: Path) -> None:

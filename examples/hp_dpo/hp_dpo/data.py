@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -13,12 +11,12 @@ from pydantic import Field
 from hp_core import ArgumentError, Datasets, InputError, Tokenizer
 from hp_core.data.fingerprint import document_hash, fingerprint
 from hp_core.data.protocols import DataReport
+from hp_core.data.reading import Faults
 from hp_core.data.sources import FileSource, expand_files
 from hp_core.data.split import held_out
-from hp_dpo.encoding import PairEncoder, TokenPair
+from hp_dpo.encoding import FIELDS, PairEncoder, TokenPair
 
 CHOSEN, REJECTED = 1, 2
-_NUM_SHOWN = 10
 
 
 class PairRows:
@@ -27,10 +25,13 @@ class PairRows:
     The targets are the tokens of the answers; `answers` says whose target each position has.
     """
 
-    def __init__(self, pairs: Sequence[TokenPair], max_seq_len: int, pad_id: int, report: DataReport) -> None:
-        self._pairs, self._pad_id, self.report = pairs, pad_id, report
-        self.max_seq_len = max_seq_len
-        self.fingerprint = fingerprint("preferences", max_seq_len, pad_id, *(str(one) for one in pairs))
+    def __init__(self, pairs: Sequence[TokenPair], max_seq_len: int, pad_id: int, num_dropped: int = 0) -> None:
+        self._pairs, self._pad_id, self.max_seq_len = pairs, pad_id, max_seq_len
+        contents = (str((one.prompt, one.chosen, one.rejected)) for one in pairs)
+        self.fingerprint = fingerprint("preferences", max_seq_len, pad_id, *contents)
+        num, tokens = len(pairs), sum(one.num_tokens for one in pairs)
+        targets = sum(label >= 0 for one in pairs for _, label in (*one.chosen, *one.rejected))
+        self.report = DataReport(num, tokens, targets, num, num * max_seq_len - tokens, dropped_documents=num_dropped)
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -78,17 +79,16 @@ def preferences(
         InputError: rows that are no pairs, with file and line, all at once.
     """
     encoder = PairEncoder(tokenizer, chat_template)
-    pairs, problems = [], []
-    for row in FileSource(expand_files(files)).rows(encoder.fields):
+    source = FileSource(expand_files(files))
+    pairs, faults = [], Faults(source.name)
+    for row in source.rows(FIELDS):
         try:
             if isinstance(row, InputError):
                 raise row
             pairs.append(encoder.encode(row))
         except InputError as error:
-            problems.append(str(error))
-    if problems:
-        more = len(problems) - _NUM_SHOWN
-        raise InputError("\n".join([*problems[:_NUM_SHOWN], *([f"{more} more rows like these"] * (more > 0))]))
+            faults.add(error)
+    faults.require_none()
     if encoder.is_template_unused:
         raise ArgumentError("chat_template", "has no effect: the files hold texts, no messages", "leave it out")
     short = [one for one in pairs if one.num_tokens <= max_seq_len]
@@ -98,28 +98,11 @@ def preferences(
         message = f"{number} of {len(pairs)} pairs are longer than {max_seq_len} tokens"
         told = f"{message}; the longest, {longest.location}, has {longest.num_tokens}, its prompt {len(longest.prompt)}"
         raise ArgumentError("max_seq_len", told, f"write max_seq_len: {longest.num_tokens}, or too_long: drop")
-    hashes = np.array([document_hash(one.prompt_text.encode()) for one in short], dtype=np.uint64)
+    hashes = np.array([document_hash(one.group.encode()) for one in short], dtype=np.uint64)
     is_held_out = held_out(hashes, np.ones(len(short), dtype=bool), validation_fraction)
-    train = [one for one, out in zip(short, is_held_out, strict=True) if not out]
-    validation = [one for one, out in zip(short, is_held_out, strict=True) if out]
-    build = partial(_rows, max_seq_len=max_seq_len, pad_id=tokenizer.eos_id)
+    train, validation = ([short[i] for i in np.flatnonzero(chosen)] for chosen in (~is_held_out, is_held_out))
     return Datasets(
-        build(train, dropped=len(pairs) - len(short)),
-        build(validation) if validation else None,
+        PairRows(train, max_seq_len, tokenizer.eos_id, len(pairs) - len(short)),
+        PairRows(validation, max_seq_len, tokenizer.eos_id) if validation else None,
         tokenizer=encoder.tokenizer,
     )
-
-
-def _rows(pairs: Sequence[TokenPair], *, max_seq_len: int, pad_id: int, dropped: int = 0) -> PairRows:
-    tokens = sum(one.num_tokens for one in pairs)
-    report = DataReport(
-        documents=len(pairs),
-        empty_documents=0,
-        short_documents=0,
-        tokens=tokens,
-        targets=sum(label >= 0 for one in pairs for _, label in (*one.chosen, *one.rejected)),
-        rows=len(pairs),
-        padding_tokens=len(pairs) * max_seq_len - tokens,
-        dropped_documents=dropped,
-    )
-    return PairRows([replace(one, location="") for one in pairs], max_seq_len, pad_id, report)

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hp_core import ArgumentError, InputError, Tokenizer
-from hp_core.data.chat.conversation import RowError
+from hp_core.data.chat.conversation import Conversation, RowError
+from hp_core.data.chat.encoder import ChatEncoder, ChatSettings
 from hp_core.data.chat.formats import named_format
-from hp_core.data.chat.spans import Marker
-from hp_core.data.chat.template import ChatTokenizer, TemplateError
-from hp_core.data.chat.tokens import CutError, Cutter, covered
+from hp_core.data.chat.template import ChatTokenizer
+from hp_core.data.chat.tokens import CutError, Cutter
 from hp_core.data.records import Fields, Row
 
-# Each token of an answer, and the same as a target; -100 where it is none, as in the header of a turn.
+FIELDS = Fields(("chosen", "rejected"), ("prompt", "tools"))
+# Each token of an answer, and the same as a target; -100 where it is none, as in the header of a turn, or a prompt.
 Answer = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class TokenPair:
-    """A prompt, which both answers share, and the answers with their end tokens."""
+    """A prompt, which both answers share, and the answers with their end tokens; `group` is the same for one prompt."""
 
     prompt: tuple[int, ...]
     chosen: Answer
     rejected: Answer
-    prompt_text: str
+    group: str
     location: str
 
     @property
@@ -36,10 +38,56 @@ class TokenPair:
         return 2 * len(self.prompt) + len(self.chosen) + len(self.rejected)
 
 
+def parts_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The prompt and both answers of a row in one of TRL's formats. Raises `RowError` for what is no pair."""
+    for name in ("chosen", "rejected"):
+        if fields.get(name) is None:
+            raise RowError(name, f"is missing; the row has: {', '.join(map(str, fields)) or 'nothing'}")
+    chosen, rejected, prompt = fields["chosen"], fields["rejected"], fields.get("prompt")
+    if chosen == rejected:
+        raise RowError("rejected", "is the same as chosen, so there is nothing to prefer")
+    if prompt is None and isinstance(chosen, list) and isinstance(rejected, list):
+        shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+        if shared is None:
+            shorter = "chosen" if len(chosen) < len(rejected) else "rejected"
+            raise RowError(shorter, "is what the other begins with, so it has no answer of its own")
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    if not prompt:
+        raise RowError("prompt", "is missing or empty; an answer follows something")
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """The conversation that ends with one of the answers, of which nothing before it is trained."""
+
+    name: str
+    fields: Fields = FIELDS
+
+    @property
+    def identity(self) -> str:
+        """For a fingerprint."""
+        return f"the {self.name} of a pair"
+
+    def __call__(self, fields: Mapping[str, Any]) -> Conversation:
+        """Raises `RowError` for an answer that is none."""
+        parts = parts_of(fields)
+        whole = {"prompt": parts["prompt"], "completion": parts[self.name], "tools": fields.get("tools")}
+        try:
+            conversation = named_format("prompt_completion")(whole)
+        except RowError as error:
+            raise RowError(error.path.replace("completion", self.name), error.reason) from error
+        size = len(parts["prompt"]) if isinstance(parts["prompt"], list) else 1
+        before, answer = conversation.messages[:size], conversation.messages[size:]
+        if others := [one.role for one in answer if one.role not in ("assistant", "tool")]:
+            raise RowError(self.name, f"holds a turn of role {others[0]!r}; an answer is the assistant's")
+        if not any((one.content or "").strip() or "tool_calls" in one.extras for one in answer):
+            raise RowError(self.name, "is empty")
+        return replace(conversation, messages=(*(replace(one, train=False) for one in before), *answer))
+
+
 class PairEncoder:
     """Reads the formats of TRL: texts, messages, and messages whose prompt is what both answers begin with."""
-
-    fields = Fields(("chosen", "rejected"), ("prompt", "tools"))
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str | None) -> None:
         """Raises `ArgumentError` for a template that is none, or that the tokenizer can't take."""
@@ -50,91 +98,53 @@ class PairEncoder:
             raise ArgumentError("chat_template", "needs a tokenizer with special tokens", "name a pretrained one")
         self.tokenizer = tokenizer if chat_template is None else tokenizer.with_chat_template(chat_template)
         self._cutter = Cutter(tokenizer) if is_chat else None
-        self._asked, self._conversation = chat_template, named_format("prompt_completion")
-        self._marker: Marker | None = None
+        self._asked, self._chats = chat_template, dict[str, ChatEncoder]()
 
     @property
     def is_template_unused(self) -> bool:
         """Whether a template was given, and no row had messages."""
-        return self._asked is not None and self._marker is None
+        return self._asked is not None and not self._chats
 
     def encode(self, row: Row) -> TokenPair:
         """Raises `InputError` for what is no pair, with the row's place."""
         try:
-            return self._encoded(row)
-        except (RowError, CutError, TemplateError) as error:
+            parts = parts_of(row.fields)
+            side = self._text_side if all(isinstance(one, str) for one in parts.values()) else self._chat_side
+            one, other = (side(row, parts["prompt"], parts[name], name) for name in FIELDS[:2])
+            size = min(next(i for i, (_, label) in enumerate(answer) if label >= 0) for answer in (one, other))
+            if one[:size] != other[:size]:
+                raise RowError("prompt", "its tokens are not the same before both answers")
+        except (RowError, CutError) as error:
             raise InputError(f"{row.location}: {error}") from error
+        prompt = parts["prompt"]
+        group = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+        return TokenPair(tuple(token for token, _ in one[:size]), one[size:], other[size:], group, row.location)
 
-    def _encoded(self, row: Row) -> TokenPair:
-        for name in ("chosen", "rejected"):
-            if row.fields.get(name) is None:
-                raise RowError(name, f"is missing; the row has: {', '.join(map(str, row.fields)) or 'nothing'}")
-        chosen, rejected = row.fields["chosen"], row.fields["rejected"]
-        if chosen == rejected:
-            raise RowError("rejected", "is the same as chosen, so there is nothing to prefer")
-        prompt = row.fields.get("prompt")
-        if prompt is None and isinstance(chosen, list) and isinstance(rejected, list):
-            shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-            if shared is None:
-                shorter = "chosen" if len(chosen) < len(rejected) else "rejected"
-                raise RowError(shorter, "is what the other begins with, so it has no answer of its own")
-            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        if not prompt:
-            raise RowError("prompt", "is missing or empty; an answer follows something")
-        answers = {"chosen": chosen, "rejected": rejected}
-        is_text = all(isinstance(one, str) for one in (prompt, chosen, rejected))
-        side = self._text_side if is_text else partial(self._chat_side, row.fields.get("tools"))
-        (text, first, one), (_, second, other) = (side(prompt, name, value) for name, value in answers.items())
-        if first != second:
-            raise RowError("prompt", "its tokens are not the same before both answers")
-        return TokenPair(first, one, other, text, row.location)
-
-    def _text_side(self, prompt: str, name: str, answer: str) -> tuple[str, tuple[int, ...], Answer]:
+    def _text_side(self, row: Row, prompt: str, answer: str, name: str) -> Answer:
         if not answer.strip():
             raise RowError(name, "is empty")
-        before: tuple[int, ...] = ()
-        if self._cutter is not None:
-            before = tuple(self.tokenizer.encode_batch([""])[0])
         if self._cutter is None:
             head, tail = self.tokenizer.encode_batch([prompt, answer])
         else:
             (placed,) = self._cutter.tokenizer.place([prompt + answer])
             tokens = self._cutter.cut(prompt + answer, [len(prompt)], placed)
             size = int((tokens.ends <= len(prompt)).sum())
-            head, tail = tokens.ids[:size].tolist(), tokens.ids[size:].tolist()
-        return prompt, (*before, *head), tuple((one, one) for one in [*tail, self.tokenizer.eos_id])
+            # What the tokenizer begins every text with.
+            head = [*self.tokenizer.encode_batch([""])[0], *tokens.ids[:size].tolist()]
+            tail = tokens.ids[size:].tolist()
+        return (*((one, -100) for one in head), *((one, one) for one in [*tail, self.tokenizer.eos_id]))
 
-    def _chat_side(self, tools: Any, prompt: Any, name: str, answer: Any) -> tuple[str, tuple[int, ...], Answer]:
-        marker, cutter = self._for_chats()
-        try:
-            fields = {"prompt": prompt, "completion": answer, "tools": tools}
-            conversation = self._conversation(fields)
-            turns = [one.for_template() for one in conversation.messages]
-            num_before = len(prompt) if isinstance(prompt, list) else 1
-            if others := [one for one in turns[num_before:] if one["role"] not in ("assistant", "tool")]:
-                raise RowError(name, f"holds a turn of role {others[0]['role']!r}; an answer is the assistant's")
-            answers = [number for number in range(num_before, len(turns)) if turns[number]["role"] == "assistant"]
-            if not any(str(turns[one].get("content") or "").strip() or "tool_calls" in turns[one] for one in answers):
-                raise RowError(name, "is empty")
-            marked = marker.mark(conversation, turns, answers)
-        except RowError as error:
-            raise RowError(error.path.replace("completion", name), error.reason) from error
-        (placed,) = cutter.tokenizer.place([marked.text])
-        tokens = cutter.cut(marked.text, [one.boundary for one in marked.spans], placed)
-        labels = np.full(len(tokens.ids), -100)
-        for span in marked.spans:
-            # Neither headers nor what tools say is generated.
-            held = covered(tokens, span.begin, span.end)
-            labels[held] = tokens.ids[held]
-        size, end = int((tokens.ends <= marked.spans[0].boundary).sum()), int(np.flatnonzero(labels >= 0)[-1]) + 1
-        before = marked.text[: marked.spans[0].boundary]
-        pairs = zip(tokens.ids[size:end].tolist(), labels[size:end].tolist(), strict=True)
-        return before, tuple(tokens.ids[:size].tolist()), tuple(pairs)
-
-    def _for_chats(self) -> tuple[Marker, Cutter]:
-        if self._cutter is None:
-            hint = "write `tokenizer: {name: pretrained, path: …}`"
-            raise ArgumentError("tokenizer", "messages need one with special tokens and a chat template", hint)
-        if self._marker is None:
-            self._marker = Marker(self.tokenizer.chat_template(), self.tokenizer.stop_tokens)
-        return self._marker, self._cutter
+    def _chat_side(self, row: Row, prompt: Any, answer: Any, name: str) -> Answer:
+        if name not in self._chats:
+            self._chats[name] = ChatEncoder.of(ChatSettings(AnswerFormat(name)), self.tokenizer)
+        (encoded,) = self._chats[name].encode([row])
+        if isinstance(encoded, InputError):
+            raise encoded
+        if encoded.images:
+            raise RowError(name, "holds images, and pairs are texts")
+        trained = np.flatnonzero(encoded.trained)
+        if not len(trained):
+            raise RowError(name, "holds nothing that is trained")
+        labels = np.where(encoded.trained, encoded.ids, -100)
+        end = trained[-1] + 1
+        return tuple(zip(encoded.ids[:end].tolist(), labels[:end].tolist(), strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
@@ -13,8 +12,9 @@ from torch import nn
 
 from hp_core import ArgumentError, InputError, Run, Target
 from hp_core.model.replacement.replacer import ModuleReplacer
+from hp_core.model.vocabulary import vocabulary_of
+from hp_core.training.beside import UNTRAINED, frozen_model
 from hp_core.training.evaluation import evaluating
-from hp_core.training.state import random_state, restore_random_state
 from hp_dpo.data import CHOSEN, REJECTED
 from hp_plugins.models.causal_lm import causal_lm
 from hp_plugins.trainers.probes import check_isolation
@@ -29,21 +29,6 @@ class HasAdapter(Protocol):
     def disable_adapter(self) -> AbstractContextManager[Any]:
         """The model without its adapter, inside the block."""
         ...
-
-
-@runtime_checkable
-class HasEmbeddings(Protocol):
-    """A model of transformers, or one around it."""
-
-    def get_input_embeddings(self) -> Any:
-        """What its tokens become first."""
-        ...
-
-
-def vocabulary_of(model: nn.Module) -> int | None:
-    """How many tokens a model knows, whatever its configuration calls that; None where it can't be told."""
-    embeddings = model.get_input_embeddings() if isinstance(model, HasEmbeddings) else None
-    return embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else None
 
 
 def answer_log_probs(logits: torch.Tensor, loss_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -62,7 +47,7 @@ class Reference:
         self._model, self._adapter = model, adapter
 
     @classmethod
-    def of(cls, run: Run, policy: nn.Module, path: str | None, trainer: Target, drawn: Mapping[str, Any]) -> Reference:
+    def of(cls, run: Run, policy: nn.Module, path: str | None, trainer: Target, drawn: dict[str, Any]) -> Reference:
         """The model at `path`, else the policy without its adapter, else the policy before training.
 
         `drawn` is the state of the random streams that the policy was built from. Every rank calls it.
@@ -76,26 +61,27 @@ class Reference:
                 message = "is null, and what is trained is more than the adapter, so the policy without it would change"
                 raise InputError(trainer.problem("reference", message, "name a model, or train the adapter alone"))
             return reference
-        random = random_state()
-        # A plan and a replacer are for one model.
-        setup = dataclasses.replace(run.setup, replacer=None, planner=None)
         if path is None:
-            restore_random_state(drawn)
-            replacer = ModuleReplacer(run.config.plan_overrides, run.plugins.hook.replace_module)
-            setup = dataclasses.replace(setup, replacer=replacer)
-            others = dict.fromkeys(("peft_config", "activation_checkpoint", "activation_swap", "compile_config"))
-            built = run.plugins.hook.build_model(config=run.config, distributed_setup=setup, **others)
+            build, config = run.plugins.hook.build_model, run.config
+            built = frozen_model(
+                lambda setup: build(config=config, distributed_setup=setup, **UNTRAINED),
+                run.setup,
+                "trainer",
+                replacer=ModuleReplacer(config.plan_overrides, run.plugins.hook.replace_module),
+                drawn=drawn,
+            )
         else:
             try:
-                built = causal_lm(pretrained=path, distributed_setup=setup)
+                built = frozen_model(
+                    lambda setup: causal_lm(pretrained=path, distributed_setup=setup), run.setup, "trainer.reference"
+                )
             except ArgumentError as error:
                 raise InputError(trainer.problem("reference", error.message, error.hint)) from error
-        restore_random_state(random)
         found, wanted = vocabulary_of(built), vocabulary_of(policy)
         if found != wanted and None not in (found, wanted):
             message = f"{path!r} has a vocabulary of {found}, the policy one of {wanted}"
             raise InputError(trainer.problem("reference", message, "a model with the policy's tokenizer is needed"))
-        return cls(built.requires_grad_(False).eval())
+        return cls(built)
 
     def require_isolation(self, device: torch.device, trainer: Target) -> None:
         """Refuse a model that lets one answer of a pair see the other. Every rank calls it.

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from hp_core import BaseTrainer, InputError, Problem, Tokenizer, TrainerConfig
+from hp_core import BaseTrainer, InputError, Problem, TrainerConfig
+from hp_core.model.vocabulary import check_vocabulary
 from hp_core.training.accounting import MicroBatch
 from hp_core.training.evaluation import Evaluation
 from hp_core.training.startup import told_of_the_loss
 from hp_core.training.state import random_state
 from hp_dpo.loss import PairLogProbs
-from hp_dpo.reference import Reference, answer_log_probs, vocabulary_of
+from hp_dpo.reference import Reference, answer_log_probs
 from hp_plugins.collators.rows import rows
 from hp_plugins.trainers.probes import check_isolation
 from hp_plugins.trainers.sampling import write_samples
@@ -37,18 +38,15 @@ class DpoTrainer(BaseTrainer):
 
     def _setup(self) -> None:
         super()._setup()
-        sizes = self.setup.sizes
-        for key, size in (("cp_size", sizes.cp), ("pp_size", sizes.pp)):
-            if size > 1:
-                message = f"{size} can't be: both answers of a pair, and both models, stay together"
-                raise InputError(Problem(message, path=f"accelerator.{key}", hint=f"write {key}: 1"))
-        if self.config.accelerator.loss_parallel:
-            message = "true can't be: an answer's log-probability is of whole logits"
-            raise InputError(Problem(message, path="accelerator.loss_parallel", hint="remove loss_parallel"))
-        # Nothing that a recipe says is without effect.
-        if self.config.dataloader.collate_fn is not None:
-            message = "pairs are put together in one way"
-            raise InputError(Problem(message, path="dataloader.collate_fn", hint="remove it"))
+        sizes, config = self.setup.sizes, self.config
+        refused = (
+            ("accelerator.cp_size", sizes.cp > 1, "both answers of a pair stay together"),
+            ("accelerator.pp_size", sizes.pp > 1, "both models stay whole"),
+            ("accelerator.loss_parallel", config.accelerator.loss_parallel, "log-probabilities are of whole logits"),
+            ("dataloader.collate_fn", config.dataloader.collate_fn is not None, "pairs are put together in one way"),
+        )
+        if found := [Problem(f"can't be: {why}", path=key, hint="remove it") for key, is_set, why in refused if is_set]:
+            raise InputError(found)
 
     def _build_model(self) -> None:
         drawn = random_state()
@@ -76,10 +74,7 @@ class DpoTrainer(BaseTrainer):
         if "answers" not in self.datasets.train[0]:
             message = "its rows are no pairs: they have no array 'answers'"
             raise InputError(Problem(message, path="dataset", hint="write name: hp-dpo:preferences"))
-        size = vocabulary_of(self.model)
-        if isinstance(self.tokenizer, Tokenizer) and size is not None and self.tokenizer.vocab_size > size:
-            message = f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model's vocabulary only {size}"
-            raise InputError(Problem(message, path="model", hint="both must be of one kind"))
+        check_vocabulary(self.model, self.tokenizer)
         check_isolation(self.model, self.setup.device)
         if self._path is not None:
             self.reference.require_isolation(self.setup.device, self.config.trainer)

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hp_core import ArgumentError, DistributedSetup, InputError, Problem, module_replacement, shard_model
+from hp_core.model.vocabulary import vocabulary_of
 from hp_core.testing import tiny_model, trainer_checks
 from hp_core.testing.setups import tiny_setup
 from hp_dpo.data import preferences
 from hp_dpo.loss import DpoLoss, PairLogProbs
-from hp_dpo.reference import Reference, answer_log_probs, vocabulary_of
+from hp_dpo.reference import Reference, answer_log_probs
 from hp_dpo.trainer import DpoTrainer
 
 HERE = Path(__file__).parents[1]
@@ -203,6 +204,23 @@ def test_of_a_chat_only_what_the_assistant_generates_is_a_target(tmp_path, chat_
     assert train.report.targets == len(chat_tokenizer.encode_batch(["see</s>a</s>see</s>"])[0])
 
 
+def test_what_a_row_says_of_training_a_turn_is_heeded(tmp_path, chat_tokenizer):
+    prompt = {"role": "user", "content": "hi"}
+    turns = [{"role": "assistant", "content": text} for text in ("see", "a")]
+    path, settings = tmp_path / "a.jsonl", {"max_seq_len": 150, "tokenizer": chat_tokenizer}
+
+    def row(first):
+        return {"prompt": [prompt], "chosen": [{**turns[0], "train": False}, turns[1]], "rejected": [first]}
+
+    path.write_text(json.dumps(row(turns[0])) + "\n")
+    pair = preferences(files=str(path), **settings).train[0]
+    targets = pair["labels"][(pair["answers"] == 1) & (pair["labels"] != -100)]
+    assert chat_tokenizer.spell(targets.tolist()) == "a</s>"
+    path.write_text(json.dumps(row({**turns[0], "train": False})) + "\n")
+    with pytest.raises(InputError, match=r"a.jsonl:1: rejected: holds nothing that is trained"):
+        preferences(files=str(path), **settings)
+
+
 def test_an_answer_that_another_begins_with_is_told_as_such(tmp_path, chat_tokenizer):
     prompt, good = ({"role": role, "content": "hi"} for role in ("user", "assistant"))
     row = {"chosen": [prompt, good], "rejected": [prompt]}
@@ -279,9 +297,9 @@ def test_beta_and_label_smoothing_act(hp_run):
         (["dataset.tokenizer=null"], "tokenizer"),
         (["loss_fn=causal_lm"], "loss_fn: TokenLoss|loss_fn: .* is no loss of pairs; write loss_fn: hp-dpo:dpo"),
         (["loss_fn=null"], "loss_fn: ModelOutputLoss is no loss of pairs"),
-        (["dataloader.collate_fn=rows"], "dataloader.collate_fn: pairs are put together in one way"),
+        (["dataloader.collate_fn=rows"], "dataloader.collate_fn: can't be: pairs are put together in one way"),
         (["trainer.reference=/nowhere"], "trainer.reference: "),
-        (["model.config.vocab_size=200"], "the tokenizer has 257 tokens"),
+        (["model.config.vocab_size=200"], "the tokenizer bytes has 257 tokens"),
         (["dataset={name: python_docs, max_files: 30, max_seq_len: 64, tokenizer: bytes}"], "its rows are no pairs"),
     ],
 )
@@ -292,14 +310,14 @@ def test_what_does_not_fit_is_refused(hp_run, overrides, told):
 
 def test_loss_parallelism_is_refused_by_name(hp_run):
     cut = ("accelerator.tp_size=2", "accelerator.loss_parallel=true")
-    with pytest.raises(InputError, match=r"accelerator.loss_parallel: true can't be") as caught:
+    with pytest.raises(InputError, match=r"accelerator.loss_parallel: can't be") as caught:
         hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", *cut, nproc=2)
-    assert [one.hint for one in caught.value.problems] == ["remove loss_parallel"]
+    assert [one.hint for one in caught.value.problems] == ["remove it"]
 
 
 @pytest.mark.parametrize("key", ["cp_size", "pp_size"])
 def test_parallelism_that_cuts_pairs_or_models_is_refused(hp_run, key):
-    with pytest.raises(InputError, match=f"accelerator.{key}: 2 can't be"):
+    with pytest.raises(InputError, match=f"accelerator.{key}: can't be"):
         hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", f"accelerator.{key}=2", nproc=2)
 
 

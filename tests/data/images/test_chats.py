@@ -491,11 +491,7 @@ def test_split_would_cut_images(vl: PretrainedProcessor, tmp_path: Path) -> None
 RECORDS = st.lists(st.tuples(st.integers(4, 30), st.lists(st.integers(1, 9), max_size=3)), min_size=1, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
-@given(RECORDS, st.integers(20, 60), st.sampled_from(["best_fit", "sequential"]), st.integers(30, 200))
-def test_rows_keep_to_their_tokens_and_pixels(
-    documents: list[tuple[int, list[int]]], length: int, packing: Any, most: int
-) -> None:
+def of_documents(documents: list[tuple[int, list[int]]]) -> tuple[Any, Any]:
     """Documents of some text and images of so many tokens, a token being ten pixels."""
     lengths = np.array([text + sum(images) for text, images in documents])
     rows = []
@@ -504,14 +500,18 @@ def test_rows_keep_to_their_tokens_and_pixels(
         for size in images:
             rows.append((number, begin, size, 10 * size, number, 0, 0, 0, 0, False))
             begin += size
-    records = np.array(rows, dtype=RECORD)
+    return lengths, np.array(rows, dtype=RECORD)
+
+
+@settings(max_examples=150, deadline=None)
+@given(RECORDS, st.integers(20, 60), st.sampled_from(["best_fit", "sequential"]), st.integers(30, 200))
+def test_rows_keep_to_their_tokens_and_pixels(
+    documents: list[tuple[int, list[int]]], length: int, packing: Any, most: int
+) -> None:
+    lengths, records = of_documents(documents)
     pixels = np.bincount(records["document"], weights=records["pixels"], minlength=len(lengths))
     layout = Layout(length, packing, "drop", most)
-    fits = lengths <= length
-    if fits.any() and pixels[fits].max() > most:
-        with pytest.raises(ArgumentError, match=r"max_row_pixels: .* are fewer than the .* of one document"):
-            plan_rows(lengths, layout, None, None, records)
-        return
+    fits = (lengths <= length) & (pixels <= most)
     plan = plan_rows(lengths, layout, None, None, records)
     placed = [plan.row(number).documents for number in range(plan.num_rows)]
     assert sorted(np.concatenate([np.zeros(0, dtype=int), *placed]).tolist()) == np.flatnonzero(fits).tolist()
@@ -527,8 +527,31 @@ def test_a_row_has_no_more_pixels_than_asked_for(vl: PretrainedProcessor, tmp_pa
     bound = build(vl, path, packing="best_fit", max_seq_len=200, max_row_pixels=2 * 64 * 32)
     assert [len(row["images"]["image_grid_thw"]) for row in rows_of(bound)] == [2, 2, 2]
     assert len(free.train) < 3
-    with pytest.raises(ArgumentError, match=r"max_row_pixels: 100 are fewer than the 2,048 of one document"):
+    with pytest.raises(InputError, match=r"6 longer than max_seq_len \d+, or of more pixels than max_row_pixels 100,"):
         build(vl, path, max_row_pixels=100)
+
+
+@settings(max_examples=150, deadline=None)
+@given(RECORDS, st.integers(20, 60), st.sampled_from(["truncate", "truncate_eos"]), st.integers(30, 200))
+def test_what_has_too_many_pixels_ends_before_the_image_that_is_too_many(
+    documents: list[tuple[int, list[int]]], length: int, policy: Any, most: int
+) -> None:
+    lengths, records = of_documents(documents)
+    plan = plan_rows(lengths, Layout(length, "best_fit", policy, most), None, None, records)
+    placed = plan.pieces
+    found = dict(zip(placed.documents.tolist(), placed.sizes.tolist(), strict=True))
+    for number, (_, images) in enumerate(documents):
+        whole, ends = int(lengths[number]), np.cumsum([1, *images]).tolist()
+
+        def fits(size: int, whole: int = whole, images: list[int] = images, ends: list[int] = ends) -> bool:
+            """Whether images are whole and not too many, and the end token takes none's last place."""
+            inside = sum(begin < size for begin in ends[:-1])
+            room = size - (policy == "truncate_eos" and size < whole)
+            return size <= length and ends[inside] <= max(room, 1) and 10 * sum(images[:inside]) <= most
+
+        longest = max(size for size in range(1, whole + 1) if fits(size))
+        # One token alone, which has no next one in a row that it ends, is no row.
+        assert found.get(number, 1) == longest, number
 
 
 def test_packed_rows_keep_the_order_of_their_images(vl: PretrainedProcessor, tmp_path: Path) -> None:

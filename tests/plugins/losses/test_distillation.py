@@ -14,8 +14,8 @@ from torch import nn
 from hp_core.errors import ArgumentError, InputError, RunError
 from hp_core.testing.models import tiny_batch, tiny_model
 from hp_core.testing.setups import tiny_setup
+from hp_core.training import beside
 from hp_core.training.evaluation import evaluating
-from hp_plugins.losses import teacher as teacher_module
 from hp_plugins.losses.distillation import DistillationLoss
 from hp_plugins.losses.divergence import Divergence
 from hp_plugins.losses.z_loss import ZLoss
@@ -173,13 +173,13 @@ def test_bf16_is_near_float64(family: str) -> None:
 def held(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that were built as teachers."""
     models: list[nn.Module] = []
-    plain = teacher_module.as_module
+    plain = beside.as_module
 
     def keep(built: Any, section: str) -> nn.Module:
         models.append(plain(built, section))
         return models[-1]
 
-    monkeypatch.setattr(teacher_module, "as_module", keep)
+    monkeypatch.setattr(beside, "as_module", keep)
     return models
 
 

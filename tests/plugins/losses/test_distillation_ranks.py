@@ -15,7 +15,7 @@ from hp_core.parallel.setup import DistributedSetup
 from hp_core.testing.checks import whole
 from hp_core.testing.models import take_rows, tiny_batch, tiny_model
 from hp_core.testing.setups import tiny_setup
-from hp_plugins.losses import teacher as teacher_module
+from hp_core.training import beside
 from hp_plugins.losses.distillation import DistillationLoss
 from tests.plugins.losses.plain import run_loss
 from tests.plugins.losses.teachers import reluctant_teacher, teacher
@@ -29,12 +29,12 @@ def distilled(setup: DistributedSetup, function: str) -> Found:
     shard_model(model, setup)
     loss_fn = DistillationLoss(teacher(function), kl_weight=0.5, chunk_size=5)
     built: list[Any] = []
-    plain = teacher_module.as_module
-    teacher_module.as_module = lambda *given: built.append(plain(*given)) or built[-1]
+    plain = beside.as_module
+    beside.as_module = lambda *given: built.append(plain(*given)) or built[-1]
     try:
         loss_fn.bind_model(model, setup)
     finally:
-        teacher_module.as_module = plain
+        beside.as_module = plain
     (own,) = built
     before = {name: whole(one).clone() for name, one in own.state_dict().items()}
     size = 4 // setup.world_size
