@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from hp_core.errors import InputError, Problem, RunError
 from hp_core.parallel.context.sequence import SLICE, SequenceSlice
@@ -26,6 +27,8 @@ AXIS_POSITIONS = "axis_positions"
 UNCUT = frozenset({"input_ids", "position_ids", AXIS_POSITIONS})
 # What transformers calls the features that take the place of tokens, and those that are added in layers.
 _FEATURES = ("pooler_output", "deepstack_features")
+# What it calls them where models give them back. Nothing trains on them, and FSDP2 warns of the views that they are.
+_GIVEN_BACK = frozenset({"image_outputs", "image_hidden_states"})
 _DEEPSTACK, _VISIBLE = "deepstack_visual_embeds", "visual_pos_masks"
 
 
@@ -87,6 +90,7 @@ def join_images(model: PreTrainedModel, setup: DistributedSetup) -> None:
     joint = _Joint(has_axes(model))
     model.base_model.register_forward_pre_hook(joint.enter, with_kwargs=True)
     decoder.register_forward_pre_hook(joint.hand_over, with_kwargs=True)
+    model.register_forward_hook(_without_features)
 
 
 class _Joint:
@@ -128,6 +132,13 @@ class _Joint:
         if embeddings.shape[1] == len(self_slice.all_positions):
             given = dict(_cut(given, self_slice.positions))
         return args, {**given, SLICE: self_slice}
+
+
+def _without_features(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    del model, args
+    if not isinstance(output, ModelOutput) or _GIVEN_BACK.isdisjoint(output):
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name not in _GIVEN_BACK})
 
 
 def _nothing_of(output: Mapping[str, Any]) -> torch.Tensor:
