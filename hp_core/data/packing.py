@@ -194,8 +194,8 @@ class PackedRows:
     store is a float32 array that holds, at each position of a document, the document's value, and 0 in padding.
 
     With a `loss_weight`, `token_weights` holds what the target of each position counts for: the target's weight in
-    the store times the `loss_weight`, and 0 where there is no target. With a `transform`, `images` is what it makes of
-    the row's images; rows without any have none.
+    the store times the `loss_weight`, and 0 where there is no target. `images` is what a `transform` makes of
+    the row's images, or without one their records; rows without any have none.
     """
 
     def __init__(
@@ -278,10 +278,11 @@ class PackedRows:
             own = np.float32(1) if self.store.weights is None else self.store.weights[next_stored]
             weights[:size][has_target] = own * np.float32(self.loss_weight)
             sample[WEIGHTS] = weights
-        if self.transform is not None and self.store.images is not None:
+        if self.store.images is not None:
             records = _records(pieces, self.store.images)
             if len(records):
-                sample["images"] = self.transform(self.store.images, records, self.store.locate)
+                read = self.transform
+                sample["images"] = records if read is None else read(self.store.images, records, self.store.locate)
         return cast(Sample, sample)
 
 

@@ -25,8 +25,11 @@ def vocabulary_of(model: nn.Module) -> int | None:
     embeddings = model.get_input_embeddings() if isinstance(model, HasEmbeddings) else None
     if isinstance(embeddings, nn.Embedding):
         return embeddings.num_embeddings
-    # A stage of a pipeline may have none.
-    return model.config.vocab_size if isinstance(model, PreTrainedModel) else None
+    if not isinstance(model, PreTrainedModel):
+        return None
+    # A stage of a pipeline may have none, and a replacement may be another kind of module.
+    size = model.config.get_text_config().to_dict().get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:

@@ -38,6 +38,7 @@ from hp_core.training.startup import (
     checked_datasets,
     checked_loss,
     checked_model,
+    freeze_unused,
     refuse_images,
     tell_frozen,
     told_of_the_loss,
@@ -154,7 +155,9 @@ class BaseTrainer:
             training_config=self.config.training,
         )
         self.datasets = checked_datasets(built, self.run, self.loss_fn, self.contract.columns)
-        refuse_images(self.datasets, type(self).__name__, self.takes_images)
+        images = (self.datasets, type(self).__name__, self.takes_images)
+        refuse_images(*images)
+        freeze_unused(self.model, *images, self.run)
         self.run.record(data=data_facts(self.datasets))
         for line in data_lines(self.datasets):
             self.run.console.say(line)

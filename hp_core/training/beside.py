@@ -21,7 +21,6 @@ def frozen_model(
     build: Callable[[DistributedSetup], Any],
     setup: DistributedSetup,
     section: str,
-    *,
     replacer: ModuleReplacer | None = None,
     drawn: dict[str, Any] | None = None,
 ) -> nn.Module:

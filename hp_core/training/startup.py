@@ -12,11 +12,12 @@ from torch import nn
 
 from hp_core.config.models import AcceleratorConfig
 from hp_core.data.order import check_batch
-from hp_core.data.protocols import Datasets
+from hp_core.data.protocols import Datasets, RowDataset
 from hp_core.data.rows import WithEmptyRow, as_datasets
 from hp_core.entry_points import describe, raised_in
 from hp_core.errors import HpError, InputError, Problem
 from hp_core.parallel.agreement import require_same_everywhere
+from hp_core.parallel.images import outside_language_model, sees_images
 from hp_core.parallel.ready import require_split
 from hp_core.training.built import as_module, require_loss_call, require_without_parameters
 from hp_core.training.columns import require_columns
@@ -132,6 +133,21 @@ def refuse_images(datasets: Datasets, trainer: str, takes_images: bool) -> None:
         if isinstance(split, WithEmptyRow) and split.has_images:
             message = f"rows have images, and a {trainer} takes none"
             raise InputError(Problem(message, path="dataset", hint="write trainer: {name: vlm}"))
+
+
+def may_have_images(split: RowDataset | None) -> bool:
+    """Whether rows may have images, as far as that is known."""
+    return split is not None and not (isinstance(split, WithEmptyRow) and split.has_images is False)
+
+
+def freeze_unused(model: nn.Module, datasets: Datasets, trainer: str, takes_images: bool, run: Run) -> None:
+    """Take out of training what only images would train, and say so, where no row to train on has one."""
+    if not sees_images(model) or (takes_images and may_have_images(datasets.train)):
+        return
+    for parameter in outside_language_model(model).values():
+        parameter.requires_grad_(False)
+    why = "no row to train on has an image" if takes_images else f"a {trainer} takes no images"
+    run.console.say(f"{why}: what images go through is frozen")
 
 
 def tell_frozen(model: nn.Module, run: Run) -> None:

@@ -14,6 +14,7 @@ from hp_core.data.images.pixels import Pixels, joined
 from hp_core.data.images.positions import axis_positions
 from hp_core.data.images.protocol import ImageTokenizer
 from hp_core.data.protocols import Sample
+from hp_core.errors import RunError
 from hp_core.parallel.images import AXIS_POSITIONS, BLANK_IMAGE
 from hp_plugins.collators.rows import rows
 
@@ -37,8 +38,9 @@ class ImageRows:
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """The batch: tensors of the rows, `images` or `blank_image`, and `axis_positions` [rows, tokens, 3]."""
-        own: list[Pixels] = [one for sample in samples if (one := dict(sample).get(IMAGES))]
         batch: dict[str, Any] = self.stack([_without_images(sample) for sample in samples])
+        samples = _in_order_of(batch, samples)
+        own: list[Pixels] = [one for sample in samples if (one := dict(sample).get(IMAGES))]
         if self.has_axes:
             batch[AXIS_POSITIONS] = self._positions(batch, samples)
         if own:
@@ -56,6 +58,20 @@ class ImageRows:
             is_image = (batch["input_ids"][number] == self.tokenizer.image_token_id).numpy()
             found.append(axis_positions(batch["position_ids"][number].numpy(), is_image, grids))
         return torch.from_numpy(np.stack(found))
+
+
+def _in_order_of(batch: Mapping[str, Any], samples: Sequence[Sample]) -> Sequence[Sample]:
+    """The rows as `batch` has them, which another collator may have put in another order.
+
+    Raises:
+        RunError: it doesn't say which, or has others.
+    """
+    given = {sample["index"]: sample for sample in samples}
+    ids = batch["sample_ids"].tolist() if isinstance(batch.get("sample_ids"), torch.Tensor) else []
+    if sorted(ids) != sorted(sample["index"] for sample in samples):
+        what = f"gives the sample_ids {ids} for the rows {[sample['index'] for sample in samples]}"
+        raise RunError(f"dataloader.collate_fn {what}, so their images can't be put beside them")
+    return [given[one] for one in ids]
 
 
 def _without_images(sample: Sample) -> Any:

@@ -10,7 +10,6 @@ import torch
 from hp_core.data.protocols import Datasets, Tokenizer
 from hp_core.errors import InputError, Problem, RunError
 from hp_core.model.vocabulary import check_vocabulary
-from hp_core.parallel.images import outside_language_model, sees_images
 from hp_core.training.accounting import MicroBatch
 from hp_core.training.base import BaseTrainer
 from hp_core.training.columns import column_arguments, empty_columns
@@ -54,8 +53,6 @@ class TextTrainer(BaseTrainer):
     def _build_dataset(self) -> None:
         super()._build_dataset()
         self.tokenizer = self.datasets.tokenizer or self.tokenizer
-        if sees_images(self.model) and not self._trains_images():
-            self._leave_tower()
         check_call(self.model)
         if isinstance(self.tokenizer, Tokenizer):
             check_vocabulary(self.model, self.tokenizer)
@@ -65,16 +62,6 @@ class TextTrainer(BaseTrainer):
             self._say(self._try_loss())
         if self.config.evaluation.samples.prompts and not isinstance(self.tokenizer, Tokenizer):
             raise InputError(Problem("sampling text needs dataset.tokenizer", path="evaluation.samples.prompts"))
-
-    def _trains_images(self) -> bool:
-        """Whether some row to train on may have an image. A task that takes none has none."""
-        return False
-
-    def _leave_tower(self) -> None:
-        """Take out of training what only images would train."""
-        for parameter in outside_language_model(self.model).values():
-            parameter.requires_grad_(False)
-        self.run.console.say("no row to train on has an image: what images go through is frozen")
 
     def _try_loss(self) -> list[str]:
         """Refuse a loss that does something else than it declares; return what may be wrong with it."""

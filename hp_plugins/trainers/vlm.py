@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from hp_core.data.images.pixels import ImageTransform
 from hp_core.data.images.protocol import ImageTokenizer
-from hp_core.data.rows import WithEmptyRow
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.images import (
@@ -24,6 +23,7 @@ from hp_core.parallel.images import (
 )
 from hp_core.training.accounting import MicroBatch
 from hp_core.training.evaluation import evaluating
+from hp_core.training.startup import may_have_images
 from hp_plugins.collators.images import IMAGES, ImageRows
 from hp_plugins.trainers import text
 from hp_plugins.trainers.probe_image import probe_row
@@ -62,12 +62,9 @@ class VLMTrainer(TextTrainer):
     def _build_dataset(self) -> None:
         super()._build_dataset()
         splits = (self.datasets.train, self.datasets.validation, self.datasets.test)
-        self._has_images = any(map(_may_have_images, splits))
+        self._has_images = any(map(may_have_images, splits))
         if self._has_images:
             self._try_image()
-
-    def _trains_images(self) -> bool:
-        return _may_have_images(self.datasets.train)
 
     def _try_image(self) -> None:
         """Refuse a model that makes another number of features of an image than the processor writes tokens for it.
@@ -122,10 +119,6 @@ def get_batch(iterator: Iterator[dict[str, Any]]) -> tuple[dict[str, Any], dict[
     model_inputs, loss_inputs = text.get_batch(iter([batch]))
     others = {name: value for name, value in ((BLANK_IMAGE, blank), (AXIS_POSITIONS, axes)) if value is not None}
     return {**model_inputs, **images, **others}, loss_inputs
-
-
-def _may_have_images(split: object) -> bool:
-    return split is not None and not (isinstance(split, WithEmptyRow) and split.has_images is False)
 
 
 def _require_positions_alone(model: nn.Module) -> None:

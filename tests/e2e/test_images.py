@@ -165,7 +165,8 @@ def test_without_any_image_the_tower_is_left_as_it_is(nproc: int, trainer: str, 
     path = recipe(folder, tmp_path, trainer=trainer)
     done = hp_train(str(path), f"--dataset.files={folder / 'text.jsonl'}", "--nproc", str(nproc))
     assert done.returncode == 0, done.stderr
-    assert "no row to train on has an image: what images go through is frozen" in done.stdout
+    why = "no row to train on has an image" if trainer == "vlm" else "a TextTrainer takes no images"
+    assert f"{why}: what images go through is frozen" in done.stdout
     assert re.search(r"frozen: [0-9,]+ of [0-9,]+ parameters, in model.visual\n", done.stdout)
     first = train(recipe(folder, tmp_path / "one"), f"--dataset.files={folder / 'text.jsonl'}")
     assert steps(read(tmp_path / "run")) == pytest.approx(steps(first), abs=1e-5)
@@ -211,6 +212,20 @@ def test_a_users_own_rows_of_images_are_refused_by_a_trainer_of_text(folder: Pat
     done = hp_train_here(str(own_rows(folder, tmp_path)), "--trainer=text")
     assert done.returncode == 1
     assert re.search(r"rows \[.*\] have images, and only trainers of images take them", done.stderr), done.stderr
+
+
+def test_streamed_rows_of_images_are_refused_by_a_trainer_of_text(folder: Path, tmp_path: Path) -> None:
+    path = recipe(folder, tmp_path, trainer="text")
+    content = json.loads(path.read_text())
+    content["dataset"] = {
+        name: one for name, one in content["dataset"].items() if name not in ("cache_dir", "num_proc")
+    }
+    path.write_text(json.dumps({**content, "dataset": {**content["dataset"], "streaming": True}}))
+    done = hp_train_here(str(path))
+    assert done.returncode == 1
+    assert re.search(r"rows \[.*\] have images, and only trainers of images take them", done.stderr), done.stderr
+    assert "no row to train on has an image" not in done.stdout
+    assert "a TextTrainer takes no images: what images go through is frozen" in done.stdout
 
 
 def own_rows(folder: Path, out: Path) -> Path:

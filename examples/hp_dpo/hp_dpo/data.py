@@ -94,11 +94,10 @@ def preferences(
     short = [one for one in pairs if one.num_tokens <= max_seq_len]
     if len(short) < len(pairs) and (too_long == "error" or not short):
         longest = max(pairs, key=lambda one: one.num_tokens)
-        number = len(pairs) - len(short)
-        message = f"{number} of {len(pairs)} pairs are longer than {max_seq_len} tokens"
+        message = f"{len(pairs) - len(short)} of {len(pairs)} pairs are longer than {max_seq_len} tokens"
         told = f"{message}; the longest, {longest.location}, has {longest.num_tokens}, its prompt {len(longest.prompt)}"
         raise ArgumentError("max_seq_len", told, f"write max_seq_len: {longest.num_tokens}, or too_long: drop")
-    hashes = np.array([document_hash(one.group.encode()) for one in short], dtype=np.uint64)
+    hashes = np.array([document_hash(np.array(one.prompt).tobytes()) for one in short], dtype=np.uint64)
     is_held_out = held_out(hashes, np.ones(len(short), dtype=bool), validation_fraction)
     train, validation = ([short[i] for i in np.flatnonzero(chosen)] for chosen in (~is_held_out, is_held_out))
     return Datasets(

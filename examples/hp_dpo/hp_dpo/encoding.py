@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,21 +14,21 @@ from hp_core.data.chat.encoder import ChatEncoder, ChatSettings
 from hp_core.data.chat.formats import named_format
 from hp_core.data.chat.template import ChatTokenizer
 from hp_core.data.chat.tokens import CutError, Cutter
+from hp_core.data.images.protocol import ImageTokenizer
 from hp_core.data.records import Fields, Row
 
-FIELDS = Fields(("chosen", "rejected"), ("prompt", "tools"))
+FIELDS = Fields(("chosen", "rejected"), ("prompt", "tools", "images", "image"))
 # Each token of an answer, and the same as a target; -100 where it is none, as in the header of a turn, or a prompt.
 Answer = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class TokenPair:
-    """A prompt, which both answers share, and the answers with their end tokens; `group` is the same for one prompt."""
+    """A prompt, which both answers share, and the answers with their end tokens."""
 
     prompt: tuple[int, ...]
     chosen: Answer
     rejected: Answer
-    group: str
     location: str
 
     @property
@@ -43,14 +42,16 @@ def parts_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("chosen", "rejected"):
         if fields.get(name) is None:
             raise RowError(name, f"is missing; the row has: {', '.join(map(str, fields)) or 'nothing'}")
+    if held := [name for name in ("images", "image") if fields.get(name)]:
+        raise RowError(held[0], "holds images, and pairs are texts")
     chosen, rejected, prompt = fields["chosen"], fields["rejected"], fields.get("prompt")
     if chosen == rejected:
         raise RowError("rejected", "is the same as chosen, so there is nothing to prefer")
     if prompt is None and isinstance(chosen, list) and isinstance(rejected, list):
         shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
         if shared is None:
-            shorter = "chosen" if len(chosen) < len(rejected) else "rejected"
-            raise RowError(shorter, "is what the other begins with, so it has no answer of its own")
+            name = "chosen" if len(chosen) < len(rejected) else "rejected"
+            raise RowError(name, "is what the other begins with, so it has no answer of its own")
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     if not prompt:
         raise RowError("prompt", "is missing or empty; an answer follows something")
@@ -63,11 +64,7 @@ class AnswerFormat:
 
     name: str
     fields: Fields = FIELDS
-
-    @property
-    def identity(self) -> str:
-        """For a fingerprint."""
-        return f"the {self.name} of a pair"
+    identity: str = "an answer of a pair"
 
     def __call__(self, fields: Mapping[str, Any]) -> Conversation:
         """Raises `RowError` for an answer that is none."""
@@ -78,12 +75,15 @@ class AnswerFormat:
         except RowError as error:
             raise RowError(error.path.replace("completion", self.name), error.reason) from error
         size = len(parts["prompt"]) if isinstance(parts["prompt"], list) else 1
-        before, answer = conversation.messages[:size], conversation.messages[size:]
+        before = tuple(replace(one, train=False) for one in conversation.messages[:size])
+        answer = [replace(one, path=one.path.replace("completion", self.name)) for one in conversation.messages[size:]]
         if others := [one.role for one in answer if one.role not in ("assistant", "tool")]:
             raise RowError(self.name, f"holds a turn of role {others[0]!r}; an answer is the assistant's")
         if not any((one.content or "").strip() or "tool_calls" in one.extras for one in answer):
             raise RowError(self.name, "is empty")
-        return replace(conversation, messages=(*(replace(one, train=False) for one in before), *answer))
+        if weighted := [one.path for one in answer if one.weight not in (0, 1)]:
+            raise RowError(weighted[0], "has a weight; turns of a pair are trained, or with train: false not")
+        return replace(conversation, messages=(*before, *answer))
 
 
 class PairEncoder:
@@ -93,6 +93,8 @@ class PairEncoder:
         """Raises `ArgumentError` for a template that is none, or that the tokenizer can't take."""
         if not isinstance(tokenizer, Tokenizer):
             raise ArgumentError("tokenizer", "must be a finished one", "write tokenizer: bytes, for one")
+        if isinstance(tokenizer, ImageTokenizer):
+            raise ArgumentError("tokenizer", "takes images, and pairs are texts", "write name: pretrained")
         is_chat = isinstance(tokenizer, ChatTokenizer)
         if chat_template is not None and not is_chat:
             raise ArgumentError("chat_template", "needs a tokenizer with special tokens", "name a pretrained one")
@@ -112,13 +114,11 @@ class PairEncoder:
             side = self._text_side if all(isinstance(one, str) for one in parts.values()) else self._chat_side
             one, other = (side(row, parts["prompt"], parts[name], name) for name in FIELDS[:2])
             size = min(next(i for i, (_, label) in enumerate(answer) if label >= 0) for answer in (one, other))
-            if one[:size] != other[:size]:
-                raise RowError("prompt", "its tokens are not the same before both answers")
+            if not size or one[:size] != other[:size]:
+                raise RowError("prompt", "has no tokens, or others, before one of the answers")
         except (RowError, CutError) as error:
             raise InputError(f"{row.location}: {error}") from error
-        prompt = parts["prompt"]
-        group = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
-        return TokenPair(tuple(token for token, _ in one[:size]), one[size:], other[size:], group, row.location)
+        return TokenPair(tuple(token for token, _ in one[:size]), one[size:], other[size:], row.location)
 
     def _text_side(self, row: Row, prompt: str, answer: str, name: str) -> Answer:
         if not answer.strip():
@@ -140,8 +140,6 @@ class PairEncoder:
         (encoded,) = self._chats[name].encode([row])
         if isinstance(encoded, InputError):
             raise encoded
-        if encoded.images:
-            raise RowError(name, "holds images, and pairs are texts")
         trained = np.flatnonzero(encoded.trained)
         if not len(trained):
             raise RowError(name, "holds nothing that is trained")

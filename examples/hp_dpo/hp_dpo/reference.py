@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -62,19 +63,14 @@ class Reference:
                 raise InputError(trainer.problem("reference", message, "name a model, or train the adapter alone"))
             return reference
         if path is None:
-            build, config = run.plugins.hook.build_model, run.config
-            built = frozen_model(
-                lambda setup: build(config=config, distributed_setup=setup, **UNTRAINED),
-                run.setup,
-                "trainer",
-                replacer=ModuleReplacer(config.plan_overrides, run.plugins.hook.replace_module),
-                drawn=drawn,
-            )
+            config, hook = run.config, run.plugins.hook
+            build = partial(hook.build_model, config=config, **UNTRAINED)
+            replacer = ModuleReplacer(config.plan_overrides, hook.replace_module)
+            built = frozen_model(lambda own: build(distributed_setup=own), run.setup, "trainer", replacer, drawn)
         else:
             try:
-                built = frozen_model(
-                    lambda setup: causal_lm(pretrained=path, distributed_setup=setup), run.setup, "trainer.reference"
-                )
+                build = partial(causal_lm, pretrained=path)
+                built = frozen_model(lambda own: build(distributed_setup=own), run.setup, "trainer.reference")
             except ArgumentError as error:
                 raise InputError(trainer.problem("reference", error.message, error.hint)) from error
         found, wanted = vocabulary_of(built), vocabulary_of(policy)

@@ -38,15 +38,17 @@ class DpoTrainer(BaseTrainer):
 
     def _setup(self) -> None:
         super()._setup()
-        sizes, config = self.setup.sizes, self.config
-        refused = (
-            ("accelerator.cp_size", sizes.cp > 1, "both answers of a pair stay together"),
-            ("accelerator.pp_size", sizes.pp > 1, "both models stay whole"),
-            ("accelerator.loss_parallel", config.accelerator.loss_parallel, "log-probabilities are of whole logits"),
-            ("dataloader.collate_fn", config.dataloader.collate_fn is not None, "pairs are put together in one way"),
+        sizes, collate_fn = self.setup.sizes, self.config.dataloader.collate_fn
+        loss_parallel = str(self.config.accelerator.loss_parallel).lower()
+        settings = (
+            ("accelerator.cp_size", sizes.cp, 1, "both answers of a pair stay together"),
+            ("accelerator.pp_size", sizes.pp, 1, "both models stay whole"),
+            ("accelerator.loss_parallel", loss_parallel, "false", "log-probabilities are of whole logits"),
+            ("dataloader.collate_fn", collate_fn and collate_fn.spelling, None, "pairs are put together in one way"),
         )
-        if found := [Problem(f"can't be: {why}", path=key, hint="remove it") for key, is_set, why in refused if is_set]:
-            raise InputError(found)
+        refused = [(key, f"{value} can't be: {why}") for key, value, default, why in settings if value != default]
+        if refused:
+            raise InputError([Problem(message, path=key, hint="remove it") for key, message in refused])
 
     def _build_model(self) -> None:
         drawn = random_state()

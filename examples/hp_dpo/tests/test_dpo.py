@@ -221,6 +221,36 @@ def test_what_a_row_says_of_training_a_turn_is_heeded(tmp_path, chat_tokenizer):
         preferences(files=str(path), **settings)
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"images": ["a.png"]}, "images: holds images, and pairs are texts"),
+        ({"chosen": [{"role": "assistant", "content": "a", "weight": 0.5}]}, r"chosen\[0\]: has a weight"),
+        ({"chosen": [{"role": "assistant", "content": "a", "wait": 1}]}, r"chosen\[0\].wait: unknown key"),
+        ({"chosen": [{"role": "assistant", "content": " "}]}, "chosen: is empty"),
+    ],
+)
+def test_what_can_be_no_answer_is_told_by_its_place(tmp_path, chat_tokenizer, changes, told):
+    def turn(role, content):
+        return {"role": role, "content": content}
+
+    row = {"prompt": [turn("user", "hi")], "chosen": [turn("assistant", "yes")], "rejected": [turn("assistant", "no")]}
+    (tmp_path / "a.jsonl").write_text(json.dumps({**row, **changes}) + "\n")
+    with pytest.raises(InputError, match=f"a.jsonl:1: {told}"):
+        preferences(files=str(tmp_path / "a.jsonl"), max_seq_len=150, tokenizer=chat_tokenizer)
+
+
+def test_a_prompt_that_a_template_leaves_nothing_of_is_told(tmp_path, chat_tokenizer):
+    row = {"prompt": [{"role": "user", "content": " "}]}
+    row |= {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    bare = (
+        "{% for m in messages %}{{ m['content'] | trim }}{% if m['role'] == 'assistant' %}</s>{% endif %}{% endfor %}"
+    )
+    with pytest.raises(InputError, match=r"a.jsonl:1: prompt: has no tokens, or others, before one of the answers"):
+        preferences(files=str(tmp_path / "a.jsonl"), max_seq_len=80, tokenizer=chat_tokenizer, chat_template=bare)
+
+
 def test_an_answer_that_another_begins_with_is_told_as_such(tmp_path, chat_tokenizer):
     prompt, good = ({"role": role, "content": "hi"} for role in ("user", "assistant"))
     row = {"chosen": [prompt, good], "rejected": [prompt]}
@@ -297,7 +327,7 @@ def test_beta_and_label_smoothing_act(hp_run):
         (["dataset.tokenizer=null"], "tokenizer"),
         (["loss_fn=causal_lm"], "loss_fn: TokenLoss|loss_fn: .* is no loss of pairs; write loss_fn: hp-dpo:dpo"),
         (["loss_fn=null"], "loss_fn: ModelOutputLoss is no loss of pairs"),
-        (["dataloader.collate_fn=rows"], "dataloader.collate_fn: can't be: pairs are put together in one way"),
+        (["dataloader.collate_fn=rows"], "dataloader.collate_fn: rows can't be: pairs are put together in one way"),
         (["trainer.reference=/nowhere"], "trainer.reference: "),
         (["model.config.vocab_size=200"], "the tokenizer bytes has 257 tokens"),
         (["dataset={name: python_docs, max_files: 30, max_seq_len: 64, tokenizer: bytes}"], "its rows are no pairs"),
@@ -310,14 +340,14 @@ def test_what_does_not_fit_is_refused(hp_run, overrides, told):
 
 def test_loss_parallelism_is_refused_by_name(hp_run):
     cut = ("accelerator.tp_size=2", "accelerator.loss_parallel=true")
-    with pytest.raises(InputError, match=r"accelerator.loss_parallel: can't be") as caught:
+    with pytest.raises(InputError, match=r"accelerator.loss_parallel: true can't be") as caught:
         hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", *cut, nproc=2)
     assert [one.hint for one in caught.value.problems] == ["remove it"]
 
 
 @pytest.mark.parametrize("key", ["cp_size", "pp_size"])
 def test_parallelism_that_cuts_pairs_or_models_is_refused(hp_run, key):
-    with pytest.raises(InputError, match=f"accelerator.{key}: can't be"):
+    with pytest.raises(InputError, match=f"accelerator.{key}: 2 can't be"):
         hp_run(RECIPE, *SHORT, "training.micro_batch_size=4", f"accelerator.{key}=2", nproc=2)
 
 

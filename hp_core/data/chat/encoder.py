@@ -119,8 +119,8 @@ class ChatEncoder:
     def fields(self) -> Fields:
         """Those of the format and of the columns."""
         of_format = self.settings.format.fields
-        images = () if self._images is None else COLUMNS
-        return Fields((*of_format.required, *self.settings.numbers.names), (*of_format.optional, *images))
+        # Also for a tokenizer that takes no images, so that none is left out in silence.
+        return Fields((*of_format.required, *self.settings.numbers.names), (*of_format.optional, *COLUMNS))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -181,9 +181,10 @@ class ChatEncoder:
         conversation = self.settings.format(row.fields)
         if self._images is not None:
             return self._images.placed(conversation, row.fields)
-        if conversation.images:
+        held = [*(one.path for one in conversation.images), *(name for name in COLUMNS if row.fields.get(name))]
+        if held:
             hint = "write `tokenizer: {name: processor, path: …}` and `trainer: vlm`"
-            raise RowError(conversation.images[0].path, f"is an image, which the tokenizer knows nothing of; {hint}")
+            raise RowError(held[0], f"is an image, which the tokenizer knows nothing of; {hint}")
         return conversation, ()
 
     def _expanded(

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -28,6 +29,8 @@ from hp_core.data.rows import WithEmptyRow
 from hp_core.data.streaming import Cursor
 from hp_core.data.survey import survey
 from hp_core.errors import ArgumentError, InputError, RunError
+from hp_plugins.collators.images import ImageRows
+from hp_plugins.collators.rows import rows as stacked
 from hp_plugins.datasets.chat import chat
 from hp_plugins.datasets.text import text
 from hp_plugins.tokenizers.pretrained import pretrained
@@ -578,13 +581,34 @@ def test_the_same_text_about_other_pictures_is_no_duplicate(vl: PretrainedProces
     )
 
 
+def test_images_stay_with_their_rows_whatever_order_a_collator_gives_them(
+    vl: PretrainedProcessor, tmp_path: Path
+) -> None:
+    rows = [{"messages": asked({"base64": as_base64(picture(seed=seed))}, "?")} for seed in range(3)]
+    samples = rows_of(build(vl, write_rows(tmp_path / "rows.jsonl", rows), packing="none", max_seq_len=32))
+    stack = stacked()
+    plain = ImageRows(vl, True)(samples[::-1])
+    turned = ImageRows(vl, True, stack=lambda given: stack(given[::-1]))(samples)
+    assert turned["sample_ids"].tolist() == plain["sample_ids"].tolist() == [2, 1, 0]
+    assert torch.equal(turned["images"]["pixel_values"], plain["images"]["pixel_values"])
+    assert not torch.equal(turned["images"]["pixel_values"], ImageRows(vl, True)(samples)["images"]["pixel_values"])
+    with pytest.raises(RunError, match=r"gives the sample_ids \[0, 1\] for the rows \[0, 1, 2\], so their images"):
+        ImageRows(vl, True, stack=lambda given: stack(given[:2]))(samples)
+
+
 def test_a_tokenizer_without_images_refuses_them(vl: PretrainedProcessor, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [{"messages": asked({"path": "a.png"}, "?")}])
     plain = pretrained(vl.name)
-    with pytest.raises(
-        InputError, match=r"is an image, which the tokenizer knows nothing of; write `tokenizer: {name: p"
-    ):
-        chat(files=str(path), tokenizer=plain, cache_dir=str(tmp_path))
+    told = "is an image, which the tokenizer knows nothing of; write `tokenizer: {name: p"
+    for place, row in {
+        r"messages\[0\].content\[0\]": {"messages": asked({"path": "a.png"}, "?")},
+        "images": {"messages": asked("<image>?"), "images": ["a.png"]},
+        "image": {"messages": asked("?"), "image": "a.png"},
+    }.items():
+        path = write_rows(tmp_path / "rows.jsonl", [row])
+        with pytest.raises(InputError, match=f"rows.jsonl:1: {place}: {told}"):
+            chat(files=str(path), tokenizer=plain, cache_dir=str(tmp_path))
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": asked("?"), "image": None, "images": []}])
+    assert len(chat(files=str(path), tokenizer=plain, cache_dir=str(tmp_path)).train) == 1
     for name, value in {"image_dir": str(tmp_path), "image_urls": True, "max_row_pixels": 5}.items():
         with pytest.raises(ArgumentError, match=f"{name}: has no effect with a tokenizer that knows no images"):
             chat(files=str(path), tokenizer=plain, **{name: value})
