@@ -179,7 +179,7 @@ class TrainerConfig(Section):
     base: str | None = Field(
         None,
         description="Another recipe to start from, relative to this file. Maps merge, lists and scalars replace. A "
-        "component section that names another component drops the base's arguments.",
+        "component section that names another component drops the base's arguments, as `--SECTION.name=…` does.",
     )
     plugins: list[str] = Field(
         [], description="Plugins to activate: a name, `package:name`, or the path of a one-file plugin."

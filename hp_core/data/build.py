@@ -272,12 +272,12 @@ def _nothing_to_predict(role: str, part: Part, report: DataReport, layout: Layou
     source = f" of the source {part.name!r}" if part.name else ""
     reasons = [f"{report.empty_documents} documents without text", f"{report.short_documents} of one token"]
     if report.dropped_documents:
-        room = f"max_seq_len {layout.max_seq_len}"
-        if layout.max_row_pixels is not None:
-            room += f", or of more pixels than max_row_pixels {layout.max_row_pixels:,}"
-        reasons.append(f"{report.dropped_documents} longer than {room}, which are dropped")
+        reasons.append(f"{report.dropped_documents} longer than max_seq_len {layout.max_seq_len}, which are dropped")
+    if report.pixel_documents:
+        most = f"max_row_pixels {layout.max_row_pixels:,}"
+        reasons.append(f"{report.pixel_documents} of more pixels than {most}, which are dropped")
     if report.untargeted_documents:
-        reasons.append(f"{report.untargeted_documents} without a trained token")
+        reasons.append(f"{report.untargeted_documents} without a trained token{layout.told_of_cuts}")
     if report.faulty_rows:
         reasons.append(f"{report.faulty_rows} faulty rows")
     return f"the {role} data{source} has nothing to predict: {', '.join(reasons)}, and no others"

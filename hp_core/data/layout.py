@@ -41,6 +41,14 @@ class Layout:
             raise ArgumentError("max_seq_len", f"{self.max_seq_len} is below {MIN_SEQ_LEN}, a token and its target")
 
     @property
+    def told_of_cuts(self) -> str:
+        """What may have cut the targets off documents, to be told with those that have none left."""
+        if not self.length_policy.startswith("truncate"):
+            return ""
+        pixels = "" if self.max_row_pixels is None else f" and max_row_pixels {self.max_row_pixels:,}"
+        return f" within max_seq_len {self.max_seq_len:,}{pixels}"
+
+    @property
     def is_stream(self) -> bool:
         """Whether documents are cut wherever a row ends."""
         return self.packing == "sequential" and self.length_policy == "split"

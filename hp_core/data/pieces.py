@@ -52,6 +52,7 @@ class LeftOut:
     empty_documents: int
     short_documents: int
     dropped_documents: int
+    pixel_documents: int
     untargeted_documents: int
     cut_documents: int
     cut_tokens: int
@@ -74,10 +75,12 @@ def kept_documents(
     sizes = whole if layout.length_policy == "split" else np.minimum(whole, layout.max_seq_len)
     if own_images is not None:
         sizes = own_images.seen(sizes)
-    num_dropped = 0
+    num_dropped = num_beyond = 0
     if layout.length_policy == "drop":
         fits = sizes == whole
-        documents, whole, num_dropped = documents[fits], whole[fits], int(np.count_nonzero(~fits))
+        num_dropped = int(np.count_nonzero(whole > layout.max_seq_len))
+        num_beyond = int(np.count_nonzero(~fits)) - num_dropped
+        documents, whole = documents[fits], whole[fits]
         sizes, own_images = whole, None
     if own_images is not None:
         sizes = own_images.uncut(sizes, (layout.length_policy == "truncate_eos") & (sizes < whole))
@@ -94,6 +97,7 @@ def kept_documents(
         empty_documents=int(np.count_nonzero(chosen & (lengths == 0))),
         short_documents=int(np.count_nonzero(chosen & (lengths == 1))),
         dropped_documents=num_dropped,
+        pixel_documents=num_beyond,
         untargeted_documents=int(np.count_nonzero(~has_targets)),
         cut_documents=int(np.count_nonzero(cut_off)),
         cut_tokens=int(cut_off.sum()),

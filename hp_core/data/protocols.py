@@ -114,8 +114,8 @@ class DataReport:
 
     `documents` are those in the rows; `tokens` are input tokens in the rows, `targets` the supervised ones. Left out
     are `empty_documents` (no text), `short_documents` (one token, so nothing to predict), `dropped_documents` (longer
-    than a row, where the length policy says so), `untargeted_documents` (no token to predict is trained, maybe after
-    cutting) and `faulty_rows` of the source.
+    than a row, where the length policy says so), `pixel_documents` (of more pixels than a row, likewise),
+    `untargeted_documents` (no token to predict is trained, maybe after cutting) and `faulty_rows` of the source.
 
     Of the documents in the rows, `cut_documents` lack their end, altogether `cut_tokens`, and `split_documents` lie in
     several pieces or rows; `dropped_tokens` of those lie in pieces or rows without any target, which are left out.
@@ -131,6 +131,7 @@ class DataReport:
     short_documents: int = 0
     dropped_tokens: int = 0
     dropped_documents: int = 0
+    pixel_documents: int = 0
     untargeted_documents: int = 0
     cut_documents: int = 0
     cut_tokens: int = 0
@@ -157,6 +158,7 @@ class DataReport:
             (self.empty_documents, "empty documents"),
             (self.short_documents, "documents of one token"),
             (self.dropped_documents, "documents longer than a row"),
+            (self.pixel_documents, "documents of more pixels than a row"),
             (self.untargeted_documents, "documents without a target"),
             (self.faulty_rows, "faulty rows"),
             (self.dropped_tokens, "tokens without a target"),

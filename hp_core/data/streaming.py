@@ -212,6 +212,7 @@ class StreamingRows:
     def _first(self) -> Sample:
         # Small blocks: a look should not cost ten thousand documents.
         peek = replace(self.stream, block_documents=min(16, self.stream.block_documents))
+        seen: list[DataReport] = []
         for block in peek.blocks(Cursor()):
             if block.epoch:
                 break
@@ -220,7 +221,9 @@ class StreamingRows:
             rows = self.packed(block)
             if len(rows):
                 return rows[0]
-        raise InputError(f"{self.stream.source.name}: the documents of a data rank have nothing to predict")
+            seen.append(rows.report)
+        left_out = DataReport.total(seen).told() if seen else ""
+        raise InputError(f"{self.stream.source.name}: the documents of a data rank have nothing to predict{left_out}")
 
     def __getitem__(self, index: int, /) -> Sample:
         """A row like those that come: the first documents', and no other."""

@@ -189,6 +189,12 @@ def as_it_is(row: Sample, empty: Sample) -> Mapping[str, Any]:
     return row
 
 
+def in_order(row: Sample, empty: Sample) -> Mapping[str, Any]:
+    """The row, one that `turned` can change."""
+    del empty
+    return row
+
+
 def emptied(row: Sample, empty: Sample) -> Mapping[str, Any]:
     """The empty row."""
     del row
@@ -218,8 +224,7 @@ def turned(row: Sample, empty: Sample) -> Mapping[str, Any]:
     """The row with its documents in the opposite order, the last one first."""
     del empty
     size, end = len(row["input_ids"]), _end(row)
-    positions = row["position_ids"][:end]
-    begins = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist()]
+    begins = _begins(row)
     pieces = [np.arange(begin, until) for begin, until in zip(begins, [*begins[1:], end], strict=True)]
     order = np.concatenate([*reversed(pieces), np.arange(end, size)])
     return {**row, **{name: value[order] for name, value in _arrays(row).items()}}
@@ -234,10 +239,28 @@ def keep_beginning(run: Run) -> None:
 def with_rows(built: object, number: int, change: Change) -> Datasets:
     """The training data with its first rows alone, each of them changed."""
     datasets = as_datasets(built)
-    if change in (cut, turned) and any("images" in datasets.train[index] for index in range(len(datasets.train))):
-        # They have their places among the tokens.
-        raise InputError("rows have images, which this check can't move; skip it, and try it on rows of text alone")
     return dataclasses.replace(datasets, train=_Rows(datasets.train, number, change))
+
+
+def _begins(row: Sample) -> list[int]:
+    """Where its documents begin."""
+    return [0, *(np.flatnonzero(np.diff(row["position_ids"][: _end(row)]) != 1) + 1).tolist()]
+
+
+def _usable(dataset: RowDataset, change: Change) -> list[int]:
+    """The rows that show what a change does: images have their places among the tokens, and documents are several."""
+    number = range(len(dataset))
+    if change not in (cut, in_order, turned):
+        return list(number)
+    found = [index for index in number if "images" not in dataset[index]]
+    what = "are without images, which this check can't move"
+    if change is not cut:
+        found = [index for index in found if len(_begins(dataset[index])) > 1]
+        what = "hold several documents and no image"
+    if len(found) < ROWS_PER_STEP:
+        hint = f"give {ROWS_PER_STEP} or more, or skip the check"
+        raise InputError(f"{len(found)} of {len(number)} rows {what}; {hint}")
+    return found
 
 
 def _end(row: Sample) -> int:
@@ -257,13 +280,18 @@ class _Rows:
     report = None
 
     def __init__(self, dataset: RowDataset, number: int, change: Change) -> None:
-        self._dataset, self._number, self._change = dataset, number, change
+        self._dataset, self._change = dataset, change
+        self._chosen = _usable(dataset, change)[:number]
         self.max_seq_len = dataset.max_seq_len
         # The order of rows follows from it, which must be the same whatever a row holds.
         self.fingerprint = f"{dataset.fingerprint}-{number}"
 
     def __len__(self) -> int:
-        return min(self._number, len(self._dataset))
+        return len(self._chosen)
 
     def __getitem__(self, index: int, /) -> Sample:
-        return cast(Sample, self._change(self._dataset[index], self._dataset[EMPTY_ROW]))
+        empty = self._dataset[EMPTY_ROW]
+        row = empty
+        if index != EMPTY_ROW:
+            row = cast(Sample, {**self._dataset[self._chosen[index]], "index": index})
+        return cast(Sample, self._change(row, empty))

@@ -147,9 +147,9 @@ class TrainerChecks:
         self._compare(found, wanted, "with rows of different lengths in a micro-batch", hint)
 
     def check_documents(self) -> None:
-        """Steps of rows whose documents are in the opposite order; rows of one document are as before."""
+        """Steps of rows of several documents, and of the same in the opposite order."""
         wanted, found = (
-            self.case.run(plugin=ROWS.format(number=ALL_ROWS, change=change)) for change in ("as_it_is", "turned")
+            self.case.run(plugin=ROWS.format(number=ALL_ROWS, change=change)) for change in ("in_order", "turned")
         )
         self._compare(found, wanted, "with the documents of each row in the opposite order", _DOCUMENTS)
 

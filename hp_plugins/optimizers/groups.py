@@ -108,11 +108,12 @@ def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
             frozen without it, or nothing is left to train.
     """
     claims = _claims(model, groups)
-    trainable = {claims.get(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for index, group in enumerate(groups):
-        if not anywhere(model, index in trainable) and not group.frozen:
-            message = f"{group.match!r} matches nothing that is trained, so the group does nothing"
-            raise ArgumentError(f"groups[{index}].match", message, "drop the group, or what freezes these before")
+        for pattern in group.patterns():
+            if not anywhere(model, any(fnmatchcase(name, pattern) for name in trainable)) and not group.frozen:
+                message = f"{pattern!r} matches nothing that is trained, so it does nothing"
+                raise ArgumentError(f"groups[{index}].match", message, "drop it, or what freezes these before")
     for name, parameter in model.named_parameters():
         if name in claims and groups[claims[name]].frozen:
             parameter.requires_grad_(False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hp_core.data.protocols import Datasets, Tokenizer
+from hp_core.data.protocols import EMPTY_ROW, Datasets, Tokenizer
 from hp_core.errors import InputError, Problem, RunError
 from hp_core.model.vocabulary import check_vocabulary
 from hp_core.training.accounting import MicroBatch
@@ -53,6 +53,7 @@ class TextTrainer(BaseTrainer):
     def _build_dataset(self) -> None:
         super()._build_dataset()
         self.tokenizer = self.datasets.tokenizer or self.tokenizer
+        _check_labels(self.datasets)
         check_call(self.model)
         if isinstance(self.tokenizer, Tokenizer):
             check_vocabulary(self.model, self.tokenizer)
@@ -125,6 +126,14 @@ def get_batch(iterator: Iterator[dict[str, Any]]) -> tuple[dict[str, Any], dict[
     model_inputs = {name: batch[name] for name in _MODEL_FIELDS}
     labels = batch["labels"]
     return {**model_inputs, "labels": labels, "shift_labels": labels, "use_cache": False}, loss_inputs
+
+
+def _check_labels(datasets: Datasets) -> None:
+    row = datasets.train[EMPTY_ROW]
+    tokens, labels = len(row["input_ids"]), len(row["labels"])
+    if tokens != labels:
+        message = f"its rows have {tokens} tokens and {labels} label{'s' * (labels != 1)}, not one for each"
+        raise InputError(Problem(message, path="dataset", hint="name the trainer that goes with the data"))
 
 
 def _check_columns(collate_fn: Any, datasets: Datasets, columns: Sequence[str]) -> None:

@@ -71,10 +71,9 @@ class VLMTrainer(TextTrainer):
 
         Every rank calls it: with sharded weights a forward pass is a collective.
         """
-        batch = ImageRows(self.processor, has_axes(self.model))([probe_row(self.processor)])
-        inputs, loss_inputs = get_batch(iter([batch]))
-        prepared, _ = self.preforward(self._micro_batch((inputs, loss_inputs)))
         try:
+            batch = ImageRows(self.processor, has_axes(self.model))([probe_row(self.processor)])
+            prepared, _ = self.preforward(self._micro_batch(get_batch(iter([batch]))))
             with evaluating(self.model):
                 self.forward(prepared)
         except (ValueError, RuntimeError, TypeError) as error:

@@ -132,6 +132,7 @@ def test_a_last_row_of_one_token_without_target_is_left_out_and_counted() -> Non
         "padding_tokens": 0,
         "dropped_tokens": 1,
         "dropped_documents": 0,
+        "pixel_documents": 0,
         "untargeted_documents": 0,
         "cut_documents": 0,
         "cut_tokens": 0,

@@ -187,7 +187,7 @@ def test_the_first_lines_say_how_many_images_there_are(folder: Path, tmp_path: P
     assert "16 rows of 64 tokens" in done.stdout
     assert "from 16 documents with 15 images\n" in done.stdout
     done = hp_train_here("data", str(path), "--dataset.max_row_pixels=2500")
-    assert "from 11 documents with 5 images; left out: 5 documents longer than a row\n" in done.stdout
+    assert "from 11 documents with 5 images; left out: 5 documents of more pixels than a row\n" in done.stdout
 
 
 def test_images_to_evaluate_on_alone_leave_the_tower_as_it_is(folder: Path, tmp_path: Path) -> None:
@@ -361,6 +361,14 @@ def test_what_can_not_be_trained_is_refused_before_a_step(name: str, folder: Pat
     assert re.search(reason, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_processor_of_another_family_is_refused(folder: Path, tmp_path: Path) -> None:
+    other_family("llava", tmp_path / "llava")
+    done = hp_train_here(str(recipe(folder, tmp_path / "out")), f"--dataset.tokenizer.path={tmp_path / 'llava'}")
+    assert done.returncode == 2
+    told = r"dataset.tokenizer: Qwen3VLForConditionalGeneration can't take an image as PretrainedProcessor makes it: "
+    assert re.search(told, done.stderr), done.stderr
 
 
 def test_a_picture_that_is_lost_during_a_run_is_told_with_its_row(folder: Path, tmp_path: Path) -> None:

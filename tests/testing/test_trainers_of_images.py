@@ -41,4 +41,5 @@ def test_what_moves_tokens_is_checked_on_rows_of_text_and_refused_for_others() -
     assert not failures([one for one in text if one.name in MOVES])
     found = failures([one for one in images if one.name in MOVES])
     assert found.keys() == MOVES.keys()
-    assert all("rows have images, which this check can't move; skip it" in one for one in found.values())
+    assert "0 of 22 rows hold several documents and no image; give 4 or more, or skip" in found["documents"]
+    assert "0 of 22 rows are without images, which this check can't move" in found["lengths"]

@@ -99,7 +99,8 @@ def _read(paths: Sequence[Path], labels: Sequence[str]) -> list[LabelledText]:
     problems: list[Problem] = []
     for path in paths:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            with path.open(encoding="utf-8") as file:
+                lines = list(file)
         except (OSError, UnicodeDecodeError) as error:
             problems.append(Problem(f"{path}: can't be read: {error}", path="dataset.files"))
             continue

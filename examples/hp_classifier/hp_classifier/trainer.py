@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from hp_core import BaseTrainer, InputError, Problem
+from hp_core.training.startup import told_of_the_loss
 from hp_plugins.collators.rows import rows
 
 
@@ -19,6 +23,14 @@ class ClassificationTrainer(BaseTrainer):
             if size > 1:
                 message = f"{size} can't be: a text and its one label stay together"
                 raise InputError(Problem(message, path=f"accelerator.{key}", hint=f"write {key}: 1"))
+
+    def _build_loss(self) -> None:
+        super()._build_loss()
+        device, size = self.setup.device, self.model.config.num_labels
+        outputs = SimpleNamespace(logits=torch.zeros(2, size, device=device, requires_grad=True))
+        wanted = "a loss of one label for each text; write loss_fn: hp-classifier:classification"
+        with told_of_the_loss(f"{type(self.loss_fn).__name__} is not {wanted}"):
+            self.loss_fn(model_output=outputs, labels=torch.zeros(2, 1, dtype=torch.int64, device=device))
 
     def _build_model_assets(self) -> None:
         if self.config.dataset.tokenizer is None:

@@ -21,7 +21,7 @@ RECIPE = (HERE / "recipe.yaml").read_text(encoding="utf-8").replace("examples/hp
 LABELS = ["no", "yes"]
 
 
-@trainer_checks(ClassificationTrainer, recipe=RECIPE)
+@trainer_checks(ClassificationTrainer, recipe=RECIPE, skip={"documents": "a row is one text"})
 def test_promises(check):
     """One test for each: any micro-batches, any ranks, empty rows, resuming, export and more."""
     check()
@@ -49,6 +49,13 @@ def test_a_row_is_a_text_and_its_label(tmp_path):
     assert row["labels"].tolist() == [1]
     assert datasets.train[1]["labels"].tolist() == [0]
     assert datasets.validation is None
+
+
+def test_a_line_ends_where_a_json_line_does(tmp_path):
+    row = {"text": "a\u2028b", "label": "yes"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    settings = {"labels": LABELS, "tokenizer": Letters(), "max_seq_len": 4}
+    assert len(labelled(files=str(tmp_path / "a.jsonl"), **settings).train) == 1
 
 
 def test_faulty_rows_are_told_all_at_once_with_their_lines(tmp_path):
@@ -117,6 +124,12 @@ def test_numbers_do_not_depend_on_ranks_or_accumulation(hp_run):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
+        (
+            "loss_fn=causal_lm",
+            "loss_fn: CausalLMLoss is not a loss of one label for each text; write loss_fn: hp-class",
+        ),
+        ("trainer=text", "dataset: its rows have 64 tokens and 1 label, not one for each; name the trainer"),
+        ("loss_fn=null", "loss_fn: ModelOutputLoss is not a loss of one label for each text"),
         ("dataset.labels=[praise, complaint]", "the label 'question' is none of praise, complaint"),
         ("model.labels=[praise, question, complaint]", "the model praise, question, complaint"),
         ("dataset.tokenizer=null", "tokenizer"),

@@ -55,7 +55,10 @@ def parts_of(fields: Mapping[str, Any]) -> dict[str, Any]:
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     if not prompt:
         raise RowError("prompt", "is missing or empty; an answer follows something")
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    parts = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    if odd := [name for name, one in parts.items() if not isinstance(one, (str, list))]:
+        raise RowError(odd[0], f"is {parts[odd[0]]!r}, neither a text nor a list of messages")
+    return parts
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,9 @@ class PairEncoder:
             raise ArgumentError("chat_template", "needs a tokenizer with special tokens", "name a pretrained one")
         self.tokenizer = tokenizer if chat_template is None else tokenizer.with_chat_template(chat_template)
         self._cutter = Cutter(tokenizer) if is_chat else None
-        self._asked, self._chats = chat_template, dict[str, ChatEncoder]()
-
-    @property
-    def is_template_unused(self) -> bool:
-        """Whether a template was given, and no row had messages."""
-        return self._asked is not None and not self._chats
+        self._chats: dict[str, ChatEncoder] = {}
+        # So far no row has had messages.
+        self.is_template_unused = chat_template is not None
 
     def encode(self, row: Row) -> TokenPair:
         """Raises `InputError` for what is no pair, with the row's place."""
@@ -135,7 +135,10 @@ class PairEncoder:
         return (*((one, -100) for one in head), *((one, one) for one in [*tail, self.tokenizer.eos_id]))
 
     def _chat_side(self, row: Row, prompt: Any, answer: Any, name: str) -> Answer:
+        if self._cutter is None:
+            raise RowError(name, "messages need another tokenizer; write tokenizer: {name: pretrained, path: …}")
         if name not in self._chats:
+            self.is_template_unused = False
             self._chats[name] = ChatEncoder.of(ChatSettings(AnswerFormat(name)), self.tokenizer)
         (encoded,) = self._chats[name].encode([row])
         if isinstance(encoded, InputError):

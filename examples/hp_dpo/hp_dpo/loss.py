@@ -42,7 +42,6 @@ class DpoLoss(torch.nn.Module):
 
     def forward(self, *, model_output: PairLogProbs, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """A value for each pair: the loss, both rewards, their difference, and 1 where the chosen one's is higher."""
-        del labels
         rewards = self.beta * (model_output.policy - model_output.reference)
         chosen, rejected = rewards.unbind(-1)
         margin = chosen - rejected

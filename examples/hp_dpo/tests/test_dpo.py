@@ -127,6 +127,19 @@ def test_faulty_rows_are_told_all_at_once_with_their_lines(tmp_path):
         assert f"a.jsonl:{line}: {told}" in text
 
 
+def test_what_a_tokenizer_of_texts_can_not_read_is_told_with_its_line(tmp_path):
+    messages = {"prompt": [{"role": "user", "content": "hi"}], "chosen": "a", "rejected": "b"}
+    with pytest.raises(InputError) as caught:
+        read(tmp_path / "a.jsonl", PAIR, {**PAIR, "prompt": 3}, messages, {**PAIR, "chosen": ""})
+    text = str(caught.value)
+    for line, told in (
+        (2, "prompt: is 3, neither a text nor a list of messages"),
+        (3, "chosen: messages need another tokenizer; write tokenizer: {name: pretrained, path: …}"),
+        (4, "chosen: is empty"),
+    ):
+        assert f"a.jsonl:{line}: {told}" in text
+
+
 def test_a_pair_that_is_too_long_is_an_error_or_left_out(tmp_path):
     long = {**PAIR, "prompt": "a" * 20}
     with pytest.raises(ArgumentError, match=r"1 of 2 pairs .* 12 tokens; .*a.jsonl:2, has 45, its prompt 20") as caught:
