@@ -1,13 +1,14 @@
 """Initial weights that depend on the seed and the parameter's name, and on nothing else.
 
 Each block is initialised whole, on the host, from a random stream seeded by its FQN; every rank then keeps its own
-part. So one process and a thousand start from the same weights, and no rank holds more than one whole block.
+part. So is every other module, together with the leaves below it, which some families (CLIP) fill from there. So one
+process and a thousand start from the same weights, and no rank holds more than one whole block, or module and leaves.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -30,13 +31,27 @@ def initialize_weights(model: PreTrainedModel, seed: int) -> None:
     for fqn, block in blocks(model):
         members = list(modules_bottom_up(block, fqn))
         inside.update(module for _, module in members)
-        _initialize_together(model, fqn, members, seed)
+        _initialize_together(model, fqn, members, {members[0][0]: _stream(seed, fqn)})
     for fqn, module in modules_bottom_up(model):
-        if module not in inside:
-            _initialize_together(model, fqn, [(fqn, module)], seed)
+        if module in inside or (fqn and _is_leaf(module)):
+            continue
+        leaves = [
+            (f"{fqn}.{name}" if fqn else name, one)
+            for name, one in module.named_children()
+            if _is_leaf(one) and one not in inside
+        ]
+        members = [*leaves, (fqn, module)]
+        _initialize_together(model, fqn, members, {member: _stream(seed, member) for member, _ in members})
 
 
-def _initialize_together(model: PreTrainedModel, fqn: str, members: list[tuple[str, nn.Module]], seed: int) -> None:
+def _is_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
+def _initialize_together(
+    model: PreTrainedModel, fqn: str, members: list[tuple[str, nn.Module]], streams: Mapping[str, int]
+) -> None:
+    """Initialise modules in their order; `streams` are the seeds of those from which on another stream is drawn."""
     originals = [
         (module, name, parameter)
         for _, module in members
@@ -55,8 +70,9 @@ def _initialize_together(model: PreTrainedModel, fqn: str, members: list[tuple[s
         module._parameters[name] = nn.Parameter(whole, requires_grad=False)
     try:
         with torch.random.fork_rng(devices=[]), guard_torch_init_functions():
-            torch.manual_seed(_stream(seed, fqn))
             for member, module in members:
+                if member in streams:
+                    torch.manual_seed(streams[member])
                 _owner(model, member)._init_weights(module)
         wholes = [module.get_parameter(name).detach() for module, name, _ in originals]
     finally:

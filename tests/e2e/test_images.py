@@ -99,7 +99,7 @@ def test_tokens_of_images_are_counted(alone: dict[str, list[dict[str, Any]]]) ->
     assert all(row["input_tokens"] > row["image_tokens"] + row["tokens"] for row in rows)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "llava"])
 def test_other_families(name: str, folder: Path, tmp_path: Path) -> None:
     """Packed rows on two ranks take the steps of one, and conversations alone have the same loss."""
     config = other_family(name, tmp_path / "processor")
