@@ -19,14 +19,15 @@ def small_processor() -> PretrainedProcessor:
         return processor(str(save_processor(Path(folder))))
 
 
-def pictured(*, num_images: int = 2, tokenizer: Any, transform: Any = None, **_: Any) -> Datasets:
-    """Conversations of none to `num_images` pictures, two in a row, and some to evaluate on."""
+def pictured(*, fewest: int = 0, most: int = 2, tokenizer: Any, transform: Any = None, **_: Any) -> Datasets:
+    """Conversations of `fewest` to `most` pictures, some of them in a row, and some to evaluate on."""
     with tempfile.TemporaryDirectory() as folder:
         splits = []
         for split in range(2):
             rows = []
             for number in range(48, 80) if split else range(48):
-                images = [{"base64": as_base64(picture(seed=9 * number + i))} for i in range(number % (num_images + 1))]
+                count = fewest + number % (most - fewest + 1)
+                images = [{"base64": as_base64(picture(seed=9 * number + i))} for i in range(count)]
                 rows.append({"messages": asked(*images, f"what is {number}?", answer=f"it is {number * 7}")})
             path = write_rows(Path(folder) / f"{split}.jsonl", rows)
             read = transform or ImageTransform(tokenizer)
