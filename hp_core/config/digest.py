@@ -28,6 +28,8 @@ def digests(config: TrainerConfig) -> Mapping[str, str]:
 def _keys(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Each single value with its key; of a section or list its size too, as an empty one has no others."""
     if isinstance(value, Target):
+        # As the recipe writes it; some sections hold their component under a name of ours.
+        path = value.section
         yield path, value.spelling
         inner: Mapping[str, Any] = value.arguments
     elif isinstance(value, BaseModel):

@@ -20,6 +20,8 @@ MEANT = {
     "a mesh": (["--accelerator.tp_size=2"], "accelerator.tp_size"),
     "a pipeline": (["--accelerator.pp_size=2"], "accelerator.pp_size"),
     "a component's argument": (["--optimizer.lr=0.5"], "optimizer.lr"),
+    "a data set's argument": (["--dataset.num_rows=20"], "dataset.num_rows"),
+    "a loader's argument": (["--dataloader.num_workers=1"], "dataloader.num_workers"),
     "another model": (["--model.config.hidden_size=64"], "model.config.hidden_size"),
     "two sections": (["--training.seed=4", "--checkpoint.save_every=2"], "checkpoint.save_every, training.seed"),
     "a time limit": (["--launch.timeout=1000"], "launch.timeout"),
