@@ -220,6 +220,10 @@ class TrainerConfig(Section):
         """Yield one if the checkpoints to keep are judged by what isn't known when they are saved."""
         yield from metric_conflicts(values)
 
+    def model_features(self) -> dict[str, Section | None]:
+        """Return what a model builder is asked for beside the model, by the name of its argument; None is nothing."""
+        return dict.fromkeys(("peft_config", "activation_checkpoint", "activation_swap", "compile_config"))
+
     def targets(self) -> tuple[Target, ...]:
         """Return every component that the recipe names, those among the arguments of others last."""
         data = (self.dataset.source, self.dataset.tokenizer, self.dataloader.loader, self.dataloader.collate_fn)

@@ -39,12 +39,14 @@ def build_transformers_model(
     attn_implementation: str,
     trust_remote_code: bool,
     generation_config: Mapping[str, Any] | None = None,
+    **features: Any,
 ) -> PreTrainedModel:
     """A model of transformers, sharded and with its weights, in training mode.
 
     The order is fixed and nothing after it may re-shard or re-cast: skeleton on the meta device, replacements,
     sharding, then either the weights of `pretrained` (each rank reads its own part) or initial weights from
-    `setup.seed` (the same for any number of ranks, and whatever modules are replaced).
+    `setup.seed` (the same for any number of ranks, and whatever modules are replaced). `features` are those of
+    `finish_model`.
 
     Raises:
         ArgumentError: see `model_config` and `load_weights`.
@@ -64,12 +66,19 @@ def build_transformers_model(
     model = _skeleton(kind, settings, attn_implementation, DTYPES[dtype], trust_remote_code)
     if generation is not None:
         model.generation_config = generation
-    finish_model(model, setup, files if pretrained is not None else None)
+    finish_model(model, setup, files if pretrained is not None else None, **features)
     return model
 
 
 def finish_model(
-    model: PreTrainedModel, distributed_setup: DistributedSetup, files: Sequence[str] | None = None
+    model: PreTrainedModel,
+    distributed_setup: DistributedSetup,
+    files: Sequence[str] | None = None,
+    *,
+    peft_config: Any = None,
+    activation_checkpoint: Any = None,
+    activation_swap: Any = None,
+    compile_config: Any = None,
 ) -> None:
     """Replace, shard, materialise and fill the skeleton of a transformers model, in place; for model builders.
 
@@ -77,6 +86,10 @@ def finish_model(
         model: the skeleton, on the meta device, in the dtype of the master weights.
         distributed_setup: the run's devices, meshes, seed and replacements.
         files: the safetensors files with its weights; None draws initial weights from the seed.
+        peft_config: what the recipe's `peft` asks for, as a model builder is given it; this and the following.
+        activation_checkpoint: the same of `activation_checkpoint`.
+        activation_swap: the same of `activation_swap`.
+        compile_config: the same of `compile`.
 
     Raises:
         ArgumentError: see `load_weights`.

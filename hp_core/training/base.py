@@ -120,10 +120,7 @@ class BaseTrainer:
         built = self.run.plugins.hook.build_model(
             config=self.config,
             distributed_setup=self.setup,
-            peft_config=None,
-            activation_checkpoint=None,
-            activation_swap=None,
-            compile_config=None,
+            **self.config.model_features(),
         )
         self.model = checked_model(built, self.run)
         self.run.model = self.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -9,8 +10,32 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hp_core.config import TrainerConfig
+from hp_core.config.signature import Signature
+from hp_core.config.target import Target
+from hp_core.errors import InputError, Problem
 from hp_core.hookspecs import hookimpl
 from hp_core.training.loss import BindsModel, ModelOutputLoss, PreparesModelInputs
+
+
+def require_taken(model: Target, features: Mapping[str, Any]) -> None:
+    """Refuse features that a model component has no argument for: they would be left out without a word.
+
+    Raises:
+        InputError: names each.
+    """
+    asked = {name: value for name, value in features.items() if value is not None}
+    taken = Signature.of(model.load()).accepted(asked)
+    problems = [
+        Problem(
+            f"the model {model.spelling!r} can't have it: it takes no {name!r}",
+            path=name.removesuffix("_config"),
+            hint=f"remove it, or have the model take {name} and hand it to hp_core.finish_model",
+        )
+        for name in asked
+        if name not in taken
+    ]
+    if problems:
+        raise InputError(problems)
 
 
 class DefaultHooks:
@@ -26,14 +51,15 @@ class DefaultHooks:
         activation_swap: Any,
         compile_config: Any,
     ) -> Any:
-        """Build the recipe's `model`."""
-        return config.model.build(
-            distributed_setup=distributed_setup,
-            peft_config=peft_config,
-            activation_checkpoint=activation_checkpoint,
-            activation_swap=activation_swap,
-            compile_config=compile_config,
-        )
+        """Build the recipe's `model`, which must take what the recipe asks for."""
+        features = {
+            "peft_config": peft_config,
+            "activation_checkpoint": activation_checkpoint,
+            "activation_swap": activation_swap,
+            "compile_config": compile_config,
+        }
+        require_taken(config.model, features)
+        return config.model.build(distributed_setup=distributed_setup, **features)
 
     @hookimpl(trylast=True)
     def replace_module(self, module: nn.Module, module_fqn: str, context: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from hp_core.model.build import build_transformers_model
@@ -29,6 +31,10 @@ def image_text(
     generation_config: Generation = None,
     trust_remote_code: RemoteCode = False,
     distributed_setup: DistributedSetup,
+    peft_config: Any = None,
+    activation_checkpoint: Any = None,
+    activation_swap: Any = None,
+    compile_config: Any = None,
 ) -> PreTrainedModel:
     """Build a model of images and text: skeleton on meta, sharded, then loaded or initialised.
 
@@ -49,4 +55,8 @@ def image_text(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         generation_config=generation_config,
+        peft_config=peft_config,
+        activation_checkpoint=activation_checkpoint,
+        activation_swap=activation_swap,
+        compile_config=compile_config,
     )

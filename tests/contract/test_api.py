@@ -39,7 +39,8 @@ API = {
     "Tracker": "class",
     "TrainerConfig": "class",
     "finish_model": "(model: 'PreTrainedModel', distributed_setup: 'DistributedSetup', "
-    "files: 'Sequence[str] | None' = None) -> 'None'",
+    "files: 'Sequence[str] | None' = None, *, peft_config: 'Any' = None, activation_checkpoint: 'Any' = None, "
+    "activation_swap: 'Any' = None, compile_config: 'Any' = None) -> 'None'",
     "hookimpl": "HookimplMarker",
     "inner_wrapper": "(function: 'Function') -> 'Function'",
     "load_recipe": "(path: 'str | pathlib.Path', overrides: 'Sequence[str]' = (), *, "
