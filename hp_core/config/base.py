@@ -61,3 +61,13 @@ def section_in(annotation: Any) -> tuple[type[Section] | None, bool]:
     is_list = typing.get_origin(annotation) is list
     inner = typing.get_args(annotation)[0] if is_list else annotation
     return (inner if isinstance(inner, type) and issubclass(inner, Section) else None), is_list
+
+
+def value_at(values: Any, *keys: str) -> Any:
+    """Return the value at a path through sections, or the maps that they are made from; None where there is none."""
+    for key in keys:
+        if isinstance(values, Section):
+            values = values.__dict__.get(key)
+        else:
+            values = values.get(key) if isinstance(values, Mapping) else None
+    return values

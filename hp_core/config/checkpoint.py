@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from hp_core.config.base import Conflict, Section
+from hp_core.config.base import Conflict, Section, value_at
 
 
 class KeepBestConfig(Section):
@@ -60,7 +60,7 @@ class CheckpointConfig(Section):
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         """Yield one for each key that would have no effect, or less than it says."""
-        asked = {"keep_every": values.get("keep_every"), "keep_best": _at(values, "keep_best", "metric")}
+        asked = {"keep_every": values.get("keep_every"), "keep_best": value_at(values, "keep_best", "metric")}
         for key, value in asked.items():
             if value is not None and values.get("keep_last") is None:
                 hint = f"write keep_last: 1, or remove '{key}'"
@@ -78,8 +78,8 @@ def metric_conflicts(recipe: Mapping[str, Any]) -> Iterator[Conflict]:
     `recipe` has the sections `checkpoint`, `evaluation` and `training`, or some of them.
     """
     key = "checkpoint.keep_best.metric"
-    metric = _at(recipe, "checkpoint", "keep_best", "metric")
-    save_every = _count(_at(recipe, "checkpoint", "save_every"))
+    metric = value_at(recipe, "checkpoint", "keep_best", "metric")
+    save_every = _count(value_at(recipe, "checkpoint", "save_every"))
     if not isinstance(metric, str) or not save_every:
         return
     if metric.startswith("test_"):
@@ -87,20 +87,10 @@ def metric_conflicts(recipe: Mapping[str, Any]) -> Iterator[Conflict]:
     of_evaluation = metric.startswith("eval_")
     name = "evaluation.every" if of_evaluation else "training.log_every"
     default = 0 if of_evaluation else 1
-    every = _count(_at(recipe, *name.split(".")), default)
+    every = _count(value_at(recipe, *name.split(".")), default)
     if not every or save_every % every:
         how = f"{name} is {every}, so {metric!r} isn't known at every step that is saved (save_every {save_every})"
         yield Conflict(how, key, f"write {name}: {save_every}")
-
-
-def _at(values: Any, *keys: str) -> Any:
-    """The value at a path through sections, or the maps that they are made from; None where there is none."""
-    for key in keys:
-        if isinstance(values, Section):
-            values = values.__dict__.get(key)
-        else:
-            values = values.get(key) if isinstance(values, Mapping) else None
-    return values
 
 
 def _count(value: Any, default: int = 0) -> int:

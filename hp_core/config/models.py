@@ -10,6 +10,7 @@ from pydantic import Field
 from hp_core.config.base import Conflict, Section
 from hp_core.config.checkpoint import CheckpointConfig, metric_conflicts
 from hp_core.config.launch import LaunchConfig
+from hp_core.config.memory import ActivationCheckpointConfig, checkpoint_conflicts
 from hp_core.config.plan_override import PlanOverride
 from hp_core.config.target import Target
 
@@ -200,6 +201,9 @@ class TrainerConfig(Section):
     )
     fsdp_config: FsdpConfig = Field(FsdpConfig(), description="How the model is split over the data ranks.")
     mixed_precision: MixedPrecisionConfig = Field(MixedPrecisionConfig(), description="The types to compute in.")
+    activation_checkpoint: ActivationCheckpointConfig = Field(
+        ActivationCheckpointConfig(), description="What the forward pass keeps for the backward pass."
+    )
     plan_overrides: list[PlanOverride] = Field([], description="Changes to modules inside the model.")
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="When to evaluate, and what to show.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save, and where to start from.")
@@ -208,7 +212,6 @@ class TrainerConfig(Section):
 
     LATER: ClassVar[tuple[str, ...]] = (
         "peft",
-        "activation_checkpoint",
         "activation_swap",
         "compile",
         "profiler",
@@ -217,12 +220,19 @@ class TrainerConfig(Section):
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
-        """Yield one if the checkpoints to keep are judged by what isn't known when they are saved."""
+        """Yield one for each pair of settings in two sections that don't go together."""
         yield from metric_conflicts(values)
+        yield from checkpoint_conflicts(values)
 
     def model_features(self) -> dict[str, Section | None]:
         """Return what a model builder is asked for beside the model, by the name of its argument; None is nothing."""
-        return dict.fromkeys(("peft_config", "activation_checkpoint", "activation_swap", "compile_config"))
+        recomputed = self.activation_checkpoint
+        return {
+            "peft_config": None,
+            "activation_checkpoint": None if recomputed.mode == "off" else recomputed,
+            "activation_swap": None,
+            "compile_config": None,
+        }
 
     def targets(self) -> tuple[Target, ...]:
         """Return every component that the recipe names, those among the arguments of others last."""

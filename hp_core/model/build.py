@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hp_core.errors import ArgumentError
+from hp_core.model.activation_checkpoint import checkpoint_activations
 from hp_core.model.config import model_config
 from hp_core.model.generation import generation_config as generation_config_of
 from hp_core.model.initialize import initialize_weights
@@ -98,6 +99,8 @@ def finish_model(
     """
     setup = distributed_setup
     replaced = replace_modules(model, setup)
+    if activation_checkpoint is not None:
+        checkpoint_activations(model, activation_checkpoint)
     if sees_images(model):
         join_images(model, setup)
     plan = (setup.planner or Planner()).prepare(model, setup)

@@ -268,6 +268,30 @@ def gathered_ahead(direction: str, value: int) -> Callable[[Bench], bool]:
     return check
 
 
+def keeps_less(mode: str, *more: str) -> Callable[[Bench], bool]:
+    """The modules that are run again, two times a step rather than once; the losses are the same to the last bit."""
+
+    def check(bench: Bench) -> bool:
+        (bench.tmp_path / "look.py").write_text(
+            "from hp_core import hookimpl\n\ncalls = []\n\n\n@hookimpl\ndef on_train_start(run):\n"
+            "    for layer in run.model.model.layers:\n"
+            "        layer.self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))\n\n\n"
+            "@hookimpl\ndef on_train_end(run):\n    run.record(calls=len(calls))\n"
+        )
+        base = (
+            "--plugins=[./look.py]",
+            "--model.config.num_hidden_layers=2",
+            "--training.train_iters=1",
+            "--evaluation.at_end=false",
+        )
+        off, on = (bench.run(*base, *extra) for extra in ((), (f"--activation_checkpoint.mode={mode}", *more)))
+        calls = [manifest(one.directory)["calls"] for one in (off, on)]
+        again = {"full": 2.0, "selective": 2.0, "every_n": 1.5}[mode] if "modules" not in "".join(more) else 1.5
+        return calls[1] == again * calls[0] and on.losses() == off.losses()
+
+    return check
+
+
 def replaced(bench: Bench, **entry: Any) -> list[str]:
     """The modules that a run with this entry of `plan_overrides` replaced."""
     given = {"match": "model.norm", "replace_module": "rms_norm", **entry}
@@ -639,6 +663,9 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "mixed_precision.reduce_dtype": losses_differ(
         "--mixed_precision.reduce_dtype=bfloat16", base=("--mixed_precision.param_dtype=bfloat16",)
     ),
+    "activation_checkpoint.mode": keeps_less("full"),
+    "activation_checkpoint.n": keeps_less("every_n", "--activation_checkpoint.n=2"),
+    "activation_checkpoint.modules": keeps_less("full", "--activation_checkpoint.modules=[model.layers.1.*attn]"),
     "plan_overrides.match": lambda bench: (
         replaced(bench) == ["model.norm"]
         and sorted(replaced(bench, match=["model.norm", "*.input_layernorm"]))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hp_core.config.memory import ActivationCheckpointConfig
 from hp_core.config.models import AcceleratorConfig, FsdpConfig
 from hp_core.config.plan_override import PlanOverride
 from hp_core.model.tiny import tiny_config
@@ -55,7 +56,7 @@ class Layout:
     accelerator: dict[str, Any] = field(default_factory=dict)
     fsdp: dict[str, Any] = field(default_factory=dict)
     num_micro_batches: int = 1
-    checkpointing: bool = False
+    checkpointing: str = "off"
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,8 @@ class Trial:
     def __init__(self, setup: DistributedSetup, case: Case, layout: Layout) -> None:
         self.setup, self.case, self.layout = setup, case, layout
         setup = dataclasses.replace(setup, planner=Planner(case.overrides))
-        self.model = build(setup, {**tiny_config(case.family), **case.config})
-        if layout.checkpointing:
-            self.model.activation_checkpointing_enable()
+        recomputed = None if layout.checkpointing == "off" else ActivationCheckpointConfig(mode=layout.checkpointing)
+        self.model = build(setup, {**tiny_config(case.family), **case.config}, activation_checkpoint=recomputed)
         self.loss_fn = case.loss(**case.arguments)
         self.loss_fn.bind_model(self.model, setup)
         self.contract = contract_of(self.loss_fn)

@@ -44,7 +44,7 @@ def by(method: str, name: str) -> Layout:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", beyond(FAMILIES, "llama"))
 def test_passes_that_run_again_change_nothing(family, method):
-    layout = Layout(2, context(2, method=method), checkpointing=True)
+    layout = Layout(2, context(2, method=method), checkpointing="full")
     assert_same(found_on(Case(family), layout), alone((("family", family),)))
 
 

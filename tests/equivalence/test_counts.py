@@ -92,10 +92,10 @@ ROUTER = "model.layers.0.mlp.gate.weight"
 ROUTED = [
     Layout(2),
     Layout(1, num_micro_batches=2),
-    Layout(1, checkpointing=True),
+    Layout(1, checkpointing="full"),
     Layout(2, {"tp_size": 2}),
     Layout(2, {"cp_size": 2}),
-    Layout(4, {"ep_size": 2}, num_micro_batches=1, checkpointing=True),
+    Layout(4, {"ep_size": 2}, num_micro_batches=1, checkpointing="full"),
 ]
 
 

@@ -74,10 +74,10 @@ def test_a_step_of_mixtral_is_that_of_one_process(layout: Layout) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(2, {"ep_size": 2}, num_micro_batches=2, checkpointing=True),
-        Layout(4, {"ep_size": 2}, checkpointing=True),
+        Layout(2, {"ep_size": 2}, num_micro_batches=2, checkpointing="full"),
+        Layout(4, {"ep_size": 2}, checkpointing="full"),
         Layout(2, {"ep_size": 2}, {"reshard_after_forward": False}, num_micro_batches=2),
-        Layout(4, {"ep_size": 4, "tp_size": 2}, num_micro_batches=2, checkpointing=True),
+        Layout(4, {"ep_size": 4, "tp_size": 2}, num_micro_batches=2, checkpointing="full"),
     ],
     ids=str,
 )
@@ -93,7 +93,7 @@ def test_experts_that_are_computed_one_by_one(layout: Layout) -> None:
 
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.layouts)])
 @pytest.mark.parametrize(
-    "layout", [TWO, SHARED, FOUR, Layout(4, {"ep_size": 4}, checkpointing=True), ON_TENSORS], ids=str
+    "layout", [TWO, SHARED, FOUR, Layout(4, {"ep_size": 4}, checkpointing="full"), ON_TENSORS], ids=str
 )
 def test_ranks_whose_experts_get_no_token_take_part(layout: Layout, eager: bool) -> None:
     case = Case("qwen3_moe", loss=OneForAll, arguments={"eager": eager})

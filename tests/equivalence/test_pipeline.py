@@ -76,7 +76,7 @@ def test_layers_where_the_recipe_puts_them(layers):
 
 
 def test_layers_that_are_gathered_again_in_backward():
-    layout = Layout(4, PP2, {"reshard_after_forward": True}, num_micro_batches=2, checkpointing=True)
+    layout = Layout(4, PP2, {"reshard_after_forward": True}, num_micro_batches=2, checkpointing="full")
     assert_same(found_on(case("llama"), layout), alone("llama"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hp_core.config.memory import ActivationCheckpointConfig
 from hp_core.errors import RunError
+from hp_core.model.activation_checkpoint import checkpoint_activations
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.fsdp import shard_model
 from hp_core.parallel.setup import DistributedSetup
@@ -138,10 +139,7 @@ def batch_of(family: str, padding: str) -> Batch:
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    with warnings.catch_warnings():
-        # Later versions of transformers have another name for it.
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_activations(model, ActivationCheckpointConfig(mode="full"))
 
 
 def step(setup: DistributedSetup, family: str, dtype: torch.dtype, cut: Cut) -> Found:

@@ -35,7 +35,7 @@ def alone(family: str) -> Found:
 @pytest.mark.parametrize("options", [{}, SP], ids=["tp2", "tp2 sp"])
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.layouts)])
 def test_passes_that_run_again_change_nothing(family, options):
-    assert_same(found_on(Case(family), Layout(2, {**TP2, **options}, checkpointing=True)), alone(family))
+    assert_same(found_on(Case(family), Layout(2, {**TP2, **options}, checkpointing="full")), alone(family))
 
 
 @pytest.mark.layouts

@@ -1,0 +1,122 @@
+"""Activation checkpointing: modules whose forward pass is run again in the backward pass instead of being kept."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from hp_core.config.memory import ActivationCheckpointConfig
+from hp_core.errors import InputError, Problem
+from hp_core.model.units import blocks
+
+_PATH = "activation_checkpoint.modules"
+
+
+class Recomputed:
+    """A module's forward that keeps its inputs alone, or what `context_fn` says, and runs again for the backward pass.
+
+    An object rather than a closure, so that a copy of the module runs its own forward.
+    """
+
+    def __init__(self, forward: Callable[..., Any], context_fn: Callable[[], Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.context_fn = context_fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What `forward` returns; random numbers are the same in both runs."""
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.context_fn, **kwargs)
+
+
+def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
+    """Have modules of a model compute their activations again in the backward pass, in place; nothing is renamed.
+
+    Hooks around a module, FSDP2's among them, run once: what is run again is its forward alone.
+
+    Args:
+        model: the whole model, before it is divided into pipeline stages.
+        config: which modules, and what of them is kept.
+
+    Returns:
+        The FQNs of the modules.
+
+    Raises:
+        InputError: a pattern matches no module, or modules inside each other; there are no layers.
+    """
+    if config.mode == "off":
+        return []
+    chosen = _chosen(model, config)
+    if config.mode == "every_n":
+        assert config.n is not None
+        if config.n > len(chosen):
+            message = f"of {len(chosen)} modules, none is every {config.n}th"
+            raise InputError(Problem(message, path="activation_checkpoint.n", hint=f"use at most {len(chosen)}"))
+        chosen = chosen[config.n - 1 :: config.n]
+    context_fn = _keep_products if config.mode == "selective" else noop_context_fn
+    for _, module in chosen:
+        module.forward = Recomputed(module.forward, context_fn)
+    return [name for name, _ in chosen]
+
+
+def _chosen(model: nn.Module, config: ActivationCheckpointConfig) -> list[tuple[str, nn.Module]]:
+    if config.modules is None:
+        found = blocks(model)
+        if not found:
+            raise InputError(Problem("the model has no list of layers", path=_PATH, hint="name modules by pattern"))
+        return found
+    named = [(name, module) for name, module in model.named_modules() if name]
+    problems = [
+        Problem(f"{pattern!r} matches no module of the model", path=f"{_PATH}[{index}]", hint=f"as {named[-1][0]!r}")
+        for index, pattern in enumerate(config.modules)
+        if not any(fnmatchcase(name, pattern) for name, _ in named)
+    ]
+    if problems:
+        raise InputError(problems)
+    found = [one for one in named if any(fnmatchcase(one[0], pattern) for pattern in config.modules)]
+    names = {name for name, _ in found}
+    for name in names:
+        around = next((one for one in _parents(name) if one in names), None)
+        if around is not None:
+            message = f"matches {name!r}, and {around!r} around it, which computes it again anyway"
+            raise InputError(Problem(message, path=_PATH, hint="use patterns that match one of the two"))
+        if isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
+            message = f"matches {name!r}, a list, which has no forward pass"
+            raise InputError(Problem(message, path=_PATH, hint=f"write {name}.*, or another pattern of its members"))
+    return found
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
+
+
+def _keep_products() -> Any:
+    return create_selective_checkpoint_contexts(_products())
+
+
+@functools.cache
+def _products() -> list[Any]:
+    """The operators whose results cost more to compute than to keep: products, attention, exchanges between ranks."""
+    aten, exchange = torch.ops.aten, torch.ops._c10d_functional
+    return [
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten._grouped_mm.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        exchange.all_to_all_single.default,
+        exchange.all_gather_into_tensor.default,
+        exchange.reduce_scatter_tensor.default,
+        exchange.all_reduce.default,
+    ]
