@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from hp_core.config.memory import ActivationCheckpointConfig
 from hp_core.errors import InputError, Problem
+from hp_core.model.replacement.claim import nearest_pattern
 from hp_core.model.units import blocks
 
 _PATH = "activation_checkpoint.modules"
@@ -68,34 +69,38 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig)
 
 def _chosen(model: nn.Module, config: ActivationCheckpointConfig) -> list[tuple[str, nn.Module]]:
     if config.modules is None:
-        found = blocks(model)
-        if not found:
+        layers = blocks(model)
+        if not layers:
             raise InputError(Problem("the model has no list of layers", path=_PATH, hint="name modules by pattern"))
-        return found
-    named = [(name, module) for name, module in model.named_modules() if name]
-    problems = [
-        Problem(f"{pattern!r} matches no module of the model", path=f"{_PATH}[{index}]", hint=f"as {named[-1][0]!r}")
-        for index, pattern in enumerate(config.modules)
-        if not any(fnmatchcase(name, pattern) for name, _ in named)
-    ]
+        return layers
+    named = {name: module for name, module in model.named_modules() if name}
+    problems: list[Problem] = []
+    found: set[str] = set()
+    for index, pattern in enumerate(config.modules):
+        hits = {name for name in named if fnmatchcase(name, pattern)}
+        lists = sorted(name for name in hits if isinstance(named[name], (nn.ModuleList, nn.ModuleDict)))
+        path = f"{_PATH}[{index}]"
+        if not hits:
+            hint = nearest_pattern(pattern, named)
+            problems.append(Problem(f"{pattern!r} matches no module of the model", path=path, hint=hint))
+        elif lists:
+            message = f"{pattern!r} matches {lists[0]!r}, a list, which has no forward pass"
+            problems.append(Problem(message, path=path, hint="use a pattern of its members alone"))
+        found |= hits
+    problems += [] if problems else _inside_each_other(found)
     if problems:
         raise InputError(problems)
-    found = [one for one in named if any(fnmatchcase(one[0], pattern) for pattern in config.modules)]
-    names = {name for name, _ in found}
-    for name in names:
-        around = next((one for one in _parents(name) if one in names), None)
-        if around is not None:
-            message = f"matches {name!r}, and {around!r} around it, which computes it again anyway"
-            raise InputError(Problem(message, path=_PATH, hint="use patterns that match one of the two"))
-        if isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
-            message = f"matches {name!r}, a list, which has no forward pass"
-            raise InputError(Problem(message, path=_PATH, hint=f"write {name}.*, or another pattern of its members"))
-    return found
+    return [(name, module) for name, module in named.items() if name in found]
 
 
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts))]
+def _inside_each_other(names: set[str]) -> list[Problem]:
+    for name in sorted(names):
+        parts = name.split(".")
+        around = [parent for length in range(1, len(parts)) if (parent := ".".join(parts[:length])) in names]
+        if around:
+            message = f"{name!r} is inside {around[0]!r}, which computes it again anyway"
+            return [Problem(message, path=_PATH, hint="use patterns that match one of the two")]
+    return []
 
 
 def _keep_products() -> Any:

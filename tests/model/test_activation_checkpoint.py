@@ -138,19 +138,22 @@ def test_experts_are_the_same_too() -> None:
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    ("values", "path", "message"),
-    [
-        ({"modules": ["*.mlp", "*.mpl"]}, "activation_checkpoint.modules[1]", "'*.mpl' matches no module"),
-        ({"modules": ["model.layers.0", "*.mlp"]}, "activation_checkpoint.modules", "'model.layers.0' around it"),
-        ({"modules": ["model.layers"]}, "activation_checkpoint.modules", "a list, which has no forward"),
-    ],
-)
-def test_patterns_without_sense_are_refused(model: Any, values: dict[str, Any], path: str, message: str) -> None:
+def test_patterns_without_sense_are_refused_all_at_once(model: Any) -> None:
     with pytest.raises(InputError) as caught:
-        recomputed(model, "full", **values)
-    assert [one.path for one in caught.value.problems] == [path]
-    assert message in caught.value.problems[0].message
+        recomputed(model, "full", modules=["*.mlp", "*.mpl", "model.layers"])
+    first, second = caught.value.problems
+    assert (first.path, second.path) == ("activation_checkpoint.modules[1]", "activation_checkpoint.modules[2]")
+    assert first.message.startswith("'*.mpl' matches no module")
+    assert "mlp" in first.hint
+    assert second.message == "'model.layers' matches 'model.layers', a list, which has no forward pass"
+
+
+def test_modules_inside_each_other_are_refused(model: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        recomputed(model, "full", modules=["model.layers.0", "*.mlp"])
+    (problem,) = caught.value.problems
+    assert problem.path == "activation_checkpoint.modules"
+    assert problem.message.startswith("'model.layers.0.mlp' is inside 'model.layers.0'")
 
 
 def test_more_layers_than_there_are_is_refused(model: Any) -> None:

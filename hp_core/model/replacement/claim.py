@@ -95,13 +95,13 @@ def _hits(rule: Rule, modules: Mapping[str, nn.Module], problems: list[Problem])
         matches = re.compile(fnmatch.translate(pattern)).match
         found = {fqn: module for fqn, module in modules.items() if matches(fqn)}
         if not found:
-            hint = _nearest_pattern(pattern, modules)
+            hint = nearest_pattern(pattern, modules)
             problems.append(Problem(f"{pattern!r} matches no module", rule.pattern_path(number), hint=hint))
         hits.update(found)
     return hits
 
 
-def _nearest_pattern(pattern: str, fqns: Iterable[str]) -> str:
+def nearest_pattern(pattern: str, fqns: Iterable[str]) -> str:
     """A pattern that does match, else the names that there are."""
     general = sorted({re.sub(r"\b\d+\b", "*", fqn) for fqn in fqns})
     whole = did_you_mean(pattern, general)
