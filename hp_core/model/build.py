@@ -94,7 +94,7 @@ def finish_model(
 
     Raises:
         ArgumentError: see `load_weights`.
-        InputError: see `hp_core.model.replacement.replacer.ModuleReplacer.apply`, and
+        InputError: see `hp_core.model.replacement.replacer.ModuleReplacer.apply`, `checkpoint_activations`, and
             `hp_core.parallel.context.trial.require_same_when_cut`.
     """
     setup = distributed_setup
