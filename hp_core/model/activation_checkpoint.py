@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,10 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from hp_core.config.memory import ActivationCheckpointConfig
 from hp_core.errors import InputError, Problem
-from hp_core.model.replacement.claim import nearest_pattern
-from hp_core.model.units import blocks
-
-_PATH = "activation_checkpoint.modules"
+from hp_core.model.patterns import chosen_modules
 
 
 class Recomputed:
@@ -50,11 +46,11 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig)
         The FQNs of the modules.
 
     Raises:
-        InputError: a pattern matches no module, or modules inside each other; there are no layers.
+        InputError: see `chosen_modules`; or `n` is more than there are modules.
     """
     if config.mode == "off":
         return []
-    chosen = _chosen(model, config)
+    chosen = chosen_modules(model, config.modules, "activation_checkpoint.modules")
     if config.mode == "every_n":
         assert config.n is not None
         if config.n > len(chosen):
@@ -65,42 +61,6 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig)
     for _, module in chosen:
         module.forward = Recomputed(module.forward, context_fn)
     return [name for name, _ in chosen]
-
-
-def _chosen(model: nn.Module, config: ActivationCheckpointConfig) -> list[tuple[str, nn.Module]]:
-    if config.modules is None:
-        layers = blocks(model)
-        if not layers:
-            raise InputError(Problem("the model has no list of layers", path=_PATH, hint="name modules by pattern"))
-        return layers
-    named = {name: module for name, module in model.named_modules() if name}
-    problems: list[Problem] = []
-    found: set[str] = set()
-    for index, pattern in enumerate(config.modules):
-        hits = {name for name in named if fnmatchcase(name, pattern)}
-        lists = sorted(name for name in hits if isinstance(named[name], (nn.ModuleList, nn.ModuleDict)))
-        path = f"{_PATH}[{index}]"
-        if not hits:
-            hint = nearest_pattern(pattern, named)
-            problems.append(Problem(f"{pattern!r} matches no module of the model", path=path, hint=hint))
-        elif lists:
-            message = f"{pattern!r} matches {lists[0]!r}, a list, which has no forward pass"
-            problems.append(Problem(message, path=path, hint="use a pattern of its members alone"))
-        found |= hits
-    problems += [] if problems else _inside_each_other(found)
-    if problems:
-        raise InputError(problems)
-    return [(name, module) for name, module in named.items() if name in found]
-
-
-def _inside_each_other(names: set[str]) -> list[Problem]:
-    for name in sorted(names):
-        parts = name.split(".")
-        around = [parent for length in range(1, len(parts)) if (parent := ".".join(parts[:length])) in names]
-        if around:
-            message = f"{name!r} is inside {around[0]!r}, which computes it again anyway"
-            return [Problem(message, path=_PATH, hint="use patterns that match one of the two")]
-    return []
 
 
 def _keep_products() -> Any:
