@@ -14,7 +14,7 @@ from hp_core.config.models import TrainerConfig
 from hp_core.config.nested import nested_group
 from hp_core.config.path import ITEM
 from hp_core.config.plan_override import PlanOverride
-from hp_core.config.section import IMPORT_PATH, NAME, SECTIONS, ComponentSection
+from hp_core.config.section import IMPORT_PATH, NAME, SECTIONS, WORDS, ComponentSection
 from hp_core.config.shape import members
 from hp_core.config.signature import EMPTY, Parameter, Signature, argument_adapter
 from hp_core.entry_points import describe
@@ -62,6 +62,9 @@ def recipe_schema(components: Components) -> Schema:
     for key, field in TrainerConfig.model_fields.items():
         if section_in(field.annotation)[1]:
             schema["properties"][key]["anyOf"].append({"type": "null"})
+    for key, words in WORDS.items():
+        keys = {"$ref": schema["properties"][key].pop("$ref")}
+        schema["properties"][key]["anyOf"] = [{"enum": list(words)}, keys, {"$ref": f"#/$defs/{_ENVIRONMENT}"}]
     schema["patternProperties"] = {"^x-": True}
     schema["if"] = {"not": {"required": ["base"], "properties": {"base": {"type": "string"}}}}
     required = [key for key in schema.pop("required") if strict.get(key) is None or not _has_default(key)]

@@ -131,7 +131,10 @@ class FsdpConfig(Section):
 
 
 class MixedPrecisionConfig(Section):
-    """The types to compute in. Master weights and optimizer states keep the type of the model."""
+    """The types to compute in. Master weights and optimizer states keep the type of the model, `model.dtype`.
+
+    The word `bf16` stands for bfloat16 with sums in float32, `fp32` for no mixed precision.
+    """
 
     param_dtype: Dtype | None = Field(
         None, description="Type of parameters in forward and backward; null keeps their own."
@@ -200,7 +203,9 @@ class TrainerConfig(Section):
         AcceleratorConfig(), description="How one copy of the model is split over ranks."
     )
     fsdp_config: FsdpConfig = Field(FsdpConfig(), description="How the model is split over the data ranks.")
-    mixed_precision: MixedPrecisionConfig = Field(MixedPrecisionConfig(), description="The types to compute in.")
+    mixed_precision: MixedPrecisionConfig = Field(
+        MixedPrecisionConfig(), description="The types to compute in: `bf16`, `fp32`, or keys."
+    )
     activation_checkpoint: ActivationCheckpointConfig = Field(
         ActivationCheckpointConfig(), description="What the forward pass keeps for the backward pass."
     )

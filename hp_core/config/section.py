@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hp_core.components import GROUPS
-from hp_core.config.node import ListNode, MapNode, Node, ScalarNode, descend, is_null
+from hp_core.config.node import ListNode, MapNode, Node, ScalarNode, descend, describe, from_data, is_null
 from hp_core.config.path import ITEM, Path, pattern_of
-from hp_core.errors import Origin
+from hp_core.errors import Origin, Problem
+from hp_core.spelling import did_you_mean
 
 NAME = "name"
 IMPORT_PATH = "_target_"
@@ -72,6 +73,14 @@ SECTIONS: tuple[ComponentSection, ...] = tuple(
 )
 _BY_PATTERN = {section.pattern: section for section in SECTIONS}
 
+# Words that a root key may have in the place of a whole section, and what they stand for.
+WORDS: Mapping[str, Mapping[str, Mapping[str, str | None]]] = {
+    "mixed_precision": {
+        "bf16": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+        "fp32": {"param_dtype": None, "reduce_dtype": None},
+    }
+}
+
 
 def section_at(path: Path) -> ComponentSection | None:
     """Return the component section that is at a path, if one is."""
@@ -103,7 +112,10 @@ def places(node: Node, pattern: Path, path: Path = ()) -> Iterator[tuple[Path, N
 
 
 def spell_out(node: Node, path: Path = ()) -> Node:
-    """Return the tree with each component that is written as a bare name written as `{name: …}`."""
+    """Return the tree with each component that is written as a bare name, and each section as a word, as a mapping."""
+    words = WORDS.get(str(path[0]), {}) if len(path) == 1 else {}
+    if isinstance(node, ScalarNode) and isinstance(node.value, str) and node.value in words:
+        return from_data(words[node.value], node.origin)
     if section_at(path) is not None and isinstance(node, ScalarNode) and isinstance(node.value, str):
         return MapNode({}, node.origin).with_node(NAME, node)
     if isinstance(node, MapNode):
@@ -115,6 +127,18 @@ def spell_out(node: Node, path: Path = ()) -> Node:
         items = tuple(spell_out(item, (*path, index)) for index, item in enumerate(node.items))
         return ListNode(items, node.origin, node.expression)
     return node
+
+
+def word_problems(tree: MapNode) -> Iterator[Problem]:
+    """Yield a problem for each text in the place of a section that is none of its words."""
+    for key, words in WORDS.items():
+        node = tree.get(key)
+        if isinstance(node, ScalarNode) and node.problem is None and not is_null(node):
+            hint = did_you_mean(str(node.value), words)
+            if node.value in ("fp16", "float16", "half"):
+                hint = "fp16 needs a scaled loss, which isn't supported; bf16 doesn't"
+            message = f"expected {', '.join(map(repr, words))} or a mapping, got {describe(node)}"
+            yield Problem(message, key, node.origin, hint)
 
 
 def add_defaults(tree: MapNode) -> MapNode:

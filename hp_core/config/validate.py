@@ -16,7 +16,7 @@ from hp_core.config.node import ListNode, MapNode, Node, ScalarNode, is_null, ne
 from hp_core.config.path import Path, format_path
 from hp_core.config.plan_entry import entry_problems
 from hp_core.config.resolve import resolve_target
-from hp_core.config.section import ComponentSection, component_nodes, is_filled, section_at
+from hp_core.config.section import ComponentSection, component_nodes, is_filled, section_at, word_problems
 from hp_core.config.target import Target
 from hp_core.config.wording import problems_of
 from hp_core.errors import Problem
@@ -28,7 +28,9 @@ _COMPONENT_KEYS = {"dataset": "source", "dataloader": "loader"}
 def validate(tree: MapNode, components: Components) -> tuple[TrainerConfig | None, list[Problem]]:
     """Return the configuration, or None and all problems. Imports the components and types that the tree names."""
     tree, later = _without_later(tree.without("base"))
-    problems = [*later.values(), *entry_problems(tree)]
+    words = list(word_problems(tree))
+    problems = [*later.values(), *entry_problems(tree), *words]
+    tree = tree.without(*(problem.path for problem in words))
     targets: dict[str, Target] = {}
     for section, path, node in component_nodes(tree):
         target, found = resolve_target(section, tree, path, node, components)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hp_core.config.memory import ActivationCheckpointConfig
-from hp_core.config.models import AcceleratorConfig, FsdpConfig
+from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig
 from hp_core.config.plan_override import PlanOverride
 from hp_core.model.tiny import tiny_config
 from hp_core.parallel.context.sequence import own_part
@@ -57,6 +57,7 @@ class Layout:
     fsdp: dict[str, Any] = field(default_factory=dict)
     num_micro_batches: int = 1
     checkpointing: str = "off"
+    param_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ def _merged(by_rank: Sequence[Found]) -> tuple[float, dict[str, torch.Tensor], f
 
 def _setup(environment: ProcessEnvironment, layout: Layout) -> Any:
     accelerator, fsdp = AcceleratorConfig(**layout.accelerator), FsdpConfig(**layout.fsdp)
-    return tiny_setup(environment, accelerator=accelerator, fsdp=fsdp)
+    precision = MixedPrecisionConfig(param_dtype=layout.param_dtype)
+    return tiny_setup(environment, accelerator=accelerator, fsdp=fsdp, precision=precision)
 
 
 def _step(environment: ProcessEnvironment, case: Case, layout: Layout) -> Found:
