@@ -33,6 +33,12 @@ class TrainingConfig(Section):
         None, description="How ranks communicate; null takes what fits the device."
     )
     device: Literal["cpu", "cuda"] | None = Field(None, description="Where to train; null takes CUDA if there is any.")
+    device_peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="What a device can do, in 10^12 operations a second, for `mfu`; null measures products of matrices "
+        "after the first logged step.",
+    )
     nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="What to do when a loss or gradient is not finite: end the run, or leave the step out."
     )

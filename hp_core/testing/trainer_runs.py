@@ -32,7 +32,7 @@ from hp_core.training.run import Run
 from hp_core.training.session import train
 
 NUM_STEPS, ROWS_PER_STEP = 4, 4
-_TIMES = frozenset({"step_time_s", "data_time_s", "tokens_per_second", "eval_time_s"})
+_TIMES = frozenset({"step_time_s", "data_time_s", "tokens_per_second", "tflops_per_second", "mfu", "eval_time_s"})
 # Rows of several documents, which a trainer must keep apart.
 PACKED_RECIPE = TINY_RECIPE.replace("  validation_rows: 2\n", "  validation_rows: 2\n  documents: 3\n")
 # Gradients of nearly 0 stay so small here, where Adam would blow their rounding up.

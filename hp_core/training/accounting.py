@@ -306,7 +306,7 @@ def label_of(entry: str, counts: Mapping[str, float]) -> str:
 # What a row of metrics holds beside the entries of a loss.
 METRICS = frozenset(
     {"step", "grad_norm", "lr", "tokens", "total_tokens", "tokens_per_second", "step_time_s", "data_time_s", "epoch"}
-    | {"samples", "skipped_steps", "skipped", "time_s"}
+    | {"samples", "skipped_steps", "skipped", "time_s", "tflops_per_second", "mfu"}
 )
 
 

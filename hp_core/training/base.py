@@ -23,7 +23,7 @@ from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepCounts, StepLoss, on_device
 from hp_core.training.built import as_lr_scheduler, as_optimizer, require_each_once, require_savable
 from hp_core.training.columns import column_arguments
-from hp_core.training.evaluation import Evaluation, evaluate
+from hp_core.training.evaluation import Evaluation, evaluate, tell
 from hp_core.training.feeding import SourceCounts, feed_of, keep_cursors
 from hp_core.training.in_stages import of_one_length
 from hp_core.training.loss import LossContract
@@ -47,6 +47,7 @@ from hp_core.training.state import RunState, seed_everything
 from hp_core.training.step import Entries, Passes, accumulate_gradients, require_same_entries
 from hp_core.training.stopping import StopAgreed, StopSignals
 from hp_core.training.update import update
+from hp_core.training.utilization import Utilization
 
 GetBatch = Callable[[Iterator[Any]], tuple[dict[str, Any], dict[str, Any]]]
 
@@ -208,14 +209,10 @@ class BaseTrainer:
         """Take every step, evaluate and save where the recipe says, and finish."""
         run, state = self.run, self.run.state
         stops_early = self.last_step < self.num_steps
-        asked = self.config.training.train_iters
-        if asked is not None and state.step > asked:
-            run.console.say(f"training.train_iters is {asked}, and the run has taken {state.step} steps: none follows")
-        if state.step >= self.last_step and (stops_early or run.manifest.get("finished") == state.step):
-            reason = f"training.stop_after is {self.last_step}, and " if stops_early else ""
-            run.console.say(f"nothing to do: {reason}the run has taken {state.step} of {self.num_steps} steps")
+        if run.is_over(self.num_steps, self.last_step):
             return Report(state.step, run.metrics, None)
         run.plugins.hook.on_train_start(run=run)
+        self._utilization = Utilization(self.model, run)
         evaluation, stopped = None, False
         self.checkpoints = Checkpointing(run, self._contents)
         self.stop = StopSignals(run.console, lambda: self.checkpoints.is_saved)
@@ -241,7 +238,7 @@ class BaseTrainer:
     def _take_steps(self) -> Evaluation | None:
         run, state = self.run, self.run.state
         evaluation: Evaluation | None = None
-        self._meter = Meter()
+        self._meter = Meter(self._utilization)
         iterator = iter(self.dataloader)
         if self._evaluation_is_due() and state.evaluated != state.step > 0:
             evaluation = self._evaluate(self.datasets.validation)
@@ -292,16 +289,18 @@ class BaseTrainer:
         tokens = 0 if skipped else counts.targets["labels"]
         state.tokens += tokens
         self._source_counts.add(state, position, is_trained=skipped is None)
-        self._meter.add(tokens=tokens, seconds=time.perf_counter() - started, data_seconds=data_seconds)
+        computed = [] if skipped else micro_batches
+        seconds = time.perf_counter() - started
+        self._meter.add(tokens=tokens, computed=computed, seconds=seconds, data_seconds=data_seconds)
         if skipped or state.step % self.config.training.log_every == 0 or state.step == self.last_step:
             own = self.token_counts(micro_batches)
-            self.run.metrics = self._meter.row(
+            row = self._meter.row(
                 state, step_loss, norm=norm, lr=lr, skipped=skipped, tokens=tokens, own=own, setup=self.setup
             )
-            self._meter = Meter()
-            self.run.log(self.run.metrics)
-            self.run.console.row(self.run.metrics)
-            self.checkpoints.require_metric(self.run.metrics)
+            self.run.log_step(row)
+            self.checkpoints.require_metric(row)
+            if state.step < self.last_step:
+                self._utilization.measure_peak()
 
     def token_counts(self, micro_batches: Sequence[MicroBatch]) -> Mapping[str, int]:
         """What the task counts of a step beside its targets, by the same names on all ranks; their sums are logged."""
@@ -386,14 +385,7 @@ class BaseTrainer:
             result = evaluate(micro_batches, self._passes, self.contract, self.setup)
         if micro_batches.is_stopped:
             raise StopAgreed
-        metrics = result.as_metrics(self.run.state.step, split)
-        self.run.log(metrics)
-        if split == "eval":
-            self.run.state.evaluated, self.run.evaluation = self.run.state.step, metrics
-            self.checkpoints.require_metric(metrics, prefix="eval_")
-        loss = "none" if result.loss is None else f"{result.loss:.4f}"
-        self.run.console.say(f"step {self.run.state.step}: {split} loss {loss} over {result.tokens:,} tokens")
-        self.run.plugins.hook.on_evaluate(run=self.run, evaluation=metrics)
+        tell(result, self.run, self.checkpoints, split)
         return result
 
     def _finish(self, evaluation: Evaluation | None) -> Evaluation | None:

@@ -21,6 +21,8 @@ from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepCounts, counted_value, label_of, loss_entries
 from hp_core.training.loss import LossContract
 from hp_core.training.restoring import restored
+from hp_core.training.run import Run
+from hp_core.training.saving import Checkpointing
 from hp_core.training.state import random_state, restore_random_state
 from hp_core.training.step import Forward, Passes
 
@@ -123,6 +125,19 @@ def evaluate(
     trained = [value for name, value in losses.items() if name not in contract.diagnostics]
     loss = sum(trained) if trained else None
     return Evaluation(loss, counts.targets.get("labels", 0), losses, time.perf_counter() - started)
+
+
+def tell(result: Evaluation, run: Run, checkpoints: Checkpointing, split: str) -> None:
+    """Log an evaluation, keep it as the one of this step if it is of the validation set, and show it."""
+    step = run.state.step
+    metrics = result.as_metrics(step, split)
+    run.log(metrics)
+    if split == "eval":
+        run.state.evaluated, run.evaluation = step, metrics
+        checkpoints.require_metric(metrics, prefix="eval_")
+    loss = "none" if result.loss is None else f"{result.loss:.4f}"
+    run.console.say(f"step {step}: {split} loss {loss} over {result.tokens:,} tokens")
+    run.plugins.hook.on_evaluate(run=run, evaluation=metrics)
 
 
 def _names(sums: Iterable[str], setup: DistributedSetup) -> list[str]:

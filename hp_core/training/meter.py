@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hp_core.parallel.setup import DistributedSetup
-from hp_core.training.accounting import StepLoss
+from hp_core.training.accounting import MicroBatch, StepLoss
 from hp_core.training.feeding import source_metrics
 from hp_core.training.state import RunState
+from hp_core.training.utilization import Utilization
 
 
 class Meter:
     """Collects what a logged row needs between two of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, utilization: Utilization) -> None:
+        self._utilization = utilization
+        self._begin()
+
+    def _begin(self) -> None:
         self._tokens = 0
+        self._flops = 0.0
         self._seconds = 0.0
         self._data_seconds = 0.0
         self._steps = 0
 
-    def add(self, *, tokens: int, seconds: float, data_seconds: float) -> None:
-        """Count one step: its supervised tokens over all ranks, and this rank's times."""
+    def add(self, *, tokens: int, computed: Sequence[MicroBatch], seconds: float, data_seconds: float) -> None:
+        """Count one step: its supervised tokens over all ranks, and what this rank computed and its times.
+
+        A skipped one has none of both, whatever it computed.
+        """
         self._tokens += tokens
+        self._flops += self._utilization.own_flops(computed)
         self._seconds += seconds
         self._data_seconds += data_seconds
         self._steps += 1
@@ -39,7 +49,7 @@ class Meter:
         own: Mapping[str, int],
         setup: DistributedSetup,
     ) -> dict[str, Any]:
-        """The metrics of the step just taken, the same on every rank. The next window is a new meter's.
+        """The metrics of the step just taken, the same on every rank. The next window begins.
 
         Losses are those of this step alone. Rates and times are means over the window, of the slowest rank.
         A skipped step has no loss to tell: none was optimised. `own` is what this rank counts of the step.
@@ -47,11 +57,12 @@ class Meter:
         names = sorted(step_loss.logged)
         counted = [float(number) for number in own.values()]
         logged = [float(step_loss.logged[name]) for name in names]
-        rows = setup.gather_on_host([*logged, *counted, self._seconds, self._data_seconds])
+        rows = setup.gather_on_host([*logged, *counted, self._flops, self._seconds, self._data_seconds])
         losses = {name: sum(row[index] for row in rows) for index, name in enumerate(names)}
         summed = {name: int(sum(row[index] for row in rows)) for index, name in enumerate(own, len(names))}
         seconds = max(row[-2] for row in rows)
         data_seconds = max(row[-1] for row in rows)
+        flops = sum(row[-3] for row in rows)
         diagnostics = step_loss.contract.diagnostics
         metrics: dict[str, Any] = {
             "step": state.step,
@@ -62,6 +73,7 @@ class Meter:
             **summed,
             "total_tokens": state.tokens,
             "tokens_per_second": self._tokens / seconds if seconds else None,
+            **self._utilization.metrics(flops, seconds),
             "step_time_s": seconds / self._steps,
             "data_time_s": data_seconds / self._steps,
             "epoch": state.position.epoch,
@@ -74,4 +86,5 @@ class Meter:
         else:
             # An entry called `loss` beside others is not the loss that was optimised, which is their sum.
             metrics.update({name: value for name, value in losses.items() if name != "loss"})
+        self._begin()
         return metrics

@@ -57,6 +57,18 @@ class Run:
         """The validated recipe."""
         return self.recipe.config
 
+    def is_over(self, num_steps: int, last_step: int) -> bool:
+        """Whether nothing is left to do, of the `num_steps` of all and up to the `last_step` of this call; says so."""
+        step, stops_early = self.state.step, last_step < num_steps
+        asked = self.config.training.train_iters
+        if asked is not None and step > asked:
+            self.console.say(f"training.train_iters is {asked}, and the run has taken {step} steps: none follows")
+        if step < last_step or not (stops_early or self.manifest.get("finished") == step):
+            return False
+        reason = f"training.stop_after is {last_step}, and " if stops_early else ""
+        self.console.say(f"nothing to do: {reason}the run has taken {step} of {num_steps} steps")
+        return True
+
     def record(self, **facts: Any) -> None:
         """Add facts to the run's manifest, and write it once the run has a directory."""
         self.manifest.update(facts)
@@ -67,6 +79,12 @@ class Run:
         """Send one row to every tracker."""
         for tracker in self.trackers:
             tracker.log(metrics)
+
+    def log_step(self, metrics: dict[str, Any]) -> None:
+        """Send the row of a step to every tracker, and show it."""
+        self.metrics = metrics
+        self.log(metrics)
+        self.console.row(metrics)
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,14 @@ def nonfinite(*overrides: str, code: int, text: str) -> Callable[[Bench], bool]:
     return check
 
 
+def peak(bench: Bench) -> bool:
+    """What MFU is relative to from the first row on; measured, it is that of no recipe."""
+    rows = bench.run("--training.device_peak_tflops=0.5").rows
+    given = [row["mfu"] / row["tflops_per_second"] for row in rows if "mfu" in row]
+    measured = bench.run().output
+    return given == [pytest.approx(2.0)] * 2 and "MFU is relative to" in measured
+
+
 def replicas(bench: Bench) -> bool:
     outcome = bench.run("--fsdp_config.dp_replicate_size=2", nproc=2)
     return (manifest(outcome.directory)["world"]["dp_replicate"], len(outcome.rows)) == (2, 3)
@@ -638,6 +646,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     ),
     "training.backend": says("nccl does not run on the CPU", "--training.backend=nccl", code=2),
     "training.device": says("no CUDA device is visible", "--training.device=cuda", code=2),
+    "training.device_peak_tflops": peak,
     "training.nonfinite": nonfinite("--training.nonfinite=skip", code=0, text="the step is skipped"),
     "training.nonfinite_limit": nonfinite(
         "--training.nonfinite=skip", "--training.nonfinite_limit=1", code=1, text="nonfinite_limit=1 in a row"

@@ -23,7 +23,8 @@ from tests.conftest import ROOT
 from tests.e2e.runs import WITH_COMPONENTS, manifest, recipe, train
 from tests.e2e.signalling import pull
 
-TIMES = ("tokens_per_second", "step_time_s", "data_time_s", "eval_time_s", "test_time_s")
+RATES = ("tokens_per_second", "tflops_per_second", "mfu")
+TIMES = (*RATES, "step_time_s", "data_time_s", "eval_time_s", "test_time_s")
 DROPOUT = "--model.config.attention_dropout=0.3"
 
 
