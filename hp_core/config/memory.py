@@ -1,4 +1,4 @@
-"""The recipe's section on the memory that activations take."""
+"""The recipe's sections on the memory that activations take."""
 
 from __future__ import annotations
 
@@ -35,6 +35,25 @@ class ActivationCheckpointConfig(Section):
             yield Conflict(f"has no effect with mode {mode}", "n", "write mode: every_n, or remove 'n'")
         if mode == "off" and values.get("modules") is not None:
             yield Conflict("has no effect with mode off", "modules", "write mode: full, or remove 'modules'")
+
+
+class ActivationSwapConfig(Section):
+    """Where what the forward pass keeps waits for the backward pass."""
+
+    mode: Literal["off", "host"] = Field(
+        "off", description="`host` moves what layers keep to the memory of the host, and back for the backward pass."
+    )
+    modules: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Patterns of the modules to swap, by FQN (`*` crosses dots); null takes each layer.",
+    )
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
+        """Yield one for modules that nothing is done to."""
+        if values.get("mode", "off") == "off" and values.get("modules") is not None:
+            yield Conflict("has no effect with mode off", "modules", "write mode: host, or remove 'modules'")
 
 
 def checkpoint_conflicts(recipe: Mapping[str, Any]) -> Iterator[Conflict]:

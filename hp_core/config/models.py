@@ -10,7 +10,7 @@ from pydantic import Field
 from hp_core.config.base import Conflict, Section
 from hp_core.config.checkpoint import CheckpointConfig, metric_conflicts
 from hp_core.config.launch import LaunchConfig
-from hp_core.config.memory import ActivationCheckpointConfig, checkpoint_conflicts
+from hp_core.config.memory import ActivationCheckpointConfig, ActivationSwapConfig, checkpoint_conflicts
 from hp_core.config.plan_override import PlanOverride
 from hp_core.config.target import Target
 
@@ -215,6 +215,7 @@ class TrainerConfig(Section):
     activation_checkpoint: ActivationCheckpointConfig = Field(
         ActivationCheckpointConfig(), description="What the forward pass keeps for the backward pass."
     )
+    activation_swap: ActivationSwapConfig = Field(ActivationSwapConfig(), description="Where that waits meanwhile.")
     plan_overrides: list[PlanOverride] = Field([], description="Changes to modules inside the model.")
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="When to evaluate, and what to show.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save, and where to start from.")
@@ -223,7 +224,6 @@ class TrainerConfig(Section):
 
     LATER: ClassVar[tuple[str, ...]] = (
         "peft",
-        "activation_swap",
         "compile",
         "profiler",
         "debug",
@@ -241,7 +241,7 @@ class TrainerConfig(Section):
         return {
             "peft_config": None,
             "activation_checkpoint": None if recomputed.mode == "off" else recomputed,
-            "activation_swap": None,
+            "activation_swap": None if self.activation_swap.mode == "off" else self.activation_swap,
             "compile_config": None,
         }
 

@@ -30,7 +30,13 @@ class Recomputed:
         """What `forward` returns; random numbers are the same in both runs."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.context_fn, **kwargs)
+        # By place: torch looks for what it keeps, and for the device whose random numbers it keeps, there alone.
+        values = (*args, *kwargs.values())
+        return checkpoint(self._call, tuple(kwargs), *values, use_reentrant=False, context_fn=self.context_fn)
+
+    def _call(self, names: tuple[str, ...], *values: Any) -> Any:
+        num_args = len(values) - len(names)
+        return self.forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
 
 def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hp_core.errors import ArgumentError
 from hp_core.model.activation_checkpoint import checkpoint_activations
+from hp_core.model.activation_swap import swap_activations
 from hp_core.model.config import model_config
 from hp_core.model.generation import generation_config as generation_config_of
 from hp_core.model.initialize import initialize_weights
@@ -94,13 +95,14 @@ def finish_model(
 
     Raises:
         ArgumentError: see `load_weights`.
-        InputError: see `hp_core.model.replacement.replacer.ModuleReplacer.apply`, `checkpoint_activations`, and
-            `hp_core.parallel.context.trial.require_same_when_cut`.
+        InputError: see `hp_core.model.replacement.replacer.ModuleReplacer.apply`, `checkpoint_activations`,
+            `swap_activations` and `hp_core.parallel.context.trial.require_same_when_cut`.
     """
     setup = distributed_setup
     replaced = replace_modules(model, setup)
-    if activation_checkpoint is not None:
-        checkpoint_activations(model, activation_checkpoint)
+    recomputed = [] if activation_checkpoint is None else checkpoint_activations(model, activation_checkpoint)
+    if activation_swap is not None:
+        swap_activations(model, activation_swap, setup.device, recomputed)
     if sees_images(model):
         join_images(model, setup)
     plan = (setup.planner or Planner()).prepare(model, setup)

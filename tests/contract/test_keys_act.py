@@ -300,6 +300,26 @@ def keeps_less(mode: str, *more: str) -> Callable[[Bench], bool]:
     return check
 
 
+def on_host(bench: Bench, *overrides: str) -> int:
+    """What a run holds on the host between the forward and the backward pass; its losses are the same as without."""
+    (bench.tmp_path / "host.py").write_text(
+        "from hp_core import hookimpl\nfrom hp_core.model.activation_swap import swap_of\n\nheld = []\n\n\n"
+        "@hookimpl\ndef on_train_start(run):\n"
+        "    run.model.register_forward_hook(lambda *_: held.append(swap_of(run.model).host_bytes))\n\n\n"
+        "@hookimpl\ndef on_train_end(run):\n    run.record(held=max(held))\n"
+    )
+    base = ("--model.config.num_hidden_layers=2", "--training.train_iters=2", "--evaluation.at_end=false")
+    off, on = bench.run(*base), bench.run(*base, "--activation_swap.mode=host", "--plugins=[./host.py]", *overrides)
+    assert on.code == 0, on.output
+    assert on.losses() == off.losses()
+    return int(manifest(on.directory)["held"])
+
+
+def swaps_less(bench: Bench) -> bool:
+    one_layer = on_host(bench, "--activation_swap.modules=[model.layers.1]")
+    return 0 < one_layer < on_host(bench)
+
+
 def replaced(bench: Bench, **entry: Any) -> list[str]:
     """The modules that a run with this entry of `plan_overrides` replaced."""
     given = {"match": "model.norm", "replace_module": "rms_norm", **entry}
@@ -674,6 +694,8 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     ),
     "activation_checkpoint.mode": keeps_less("full"),
     "activation_checkpoint.n": keeps_less("every_n", "--activation_checkpoint.n=2"),
+    "activation_swap.mode": lambda bench: on_host(bench) > 0,
+    "activation_swap.modules": swaps_less,
     "activation_checkpoint.modules": keeps_less("full", "--activation_checkpoint.modules=[model.layers.1.*attn]"),
     "plan_overrides.match": lambda bench: (
         replaced(bench) == ["model.norm"]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from hp_core.config.memory import ActivationCheckpointConfig
+from hp_core.config.memory import ActivationCheckpointConfig, ActivationSwapConfig
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig
 from hp_core.config.plan_override import PlanOverride
+from hp_core.model.activation_swap import swap_of
 from hp_core.model.tiny import tiny_config
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.environment import ProcessEnvironment
@@ -58,6 +59,7 @@ class Layout:
     num_micro_batches: int = 1
     checkpointing: str = "off"
     param_dtype: str | None = None
+    swapping: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,10 @@ class Trial:
         self.setup, self.case, self.layout = setup, case, layout
         setup = dataclasses.replace(setup, planner=Planner(case.overrides))
         recomputed = None if layout.checkpointing == "off" else ActivationCheckpointConfig(mode=layout.checkpointing)
-        self.model = build(setup, {**tiny_config(case.family), **case.config}, activation_checkpoint=recomputed)
+        swapped = ActivationSwapConfig(mode="host") if layout.swapping else None
+        features = {"activation_checkpoint": recomputed, "activation_swap": swapped}
+        self.model = build(setup, {**tiny_config(case.family), **case.config}, **features)
+        assert (swap_of(self.model) is not None) == layout.swapping
         self.loss_fn = case.loss(**case.arguments)
         self.loss_fn.bind_model(self.model, setup)
         self.contract = contract_of(self.loss_fn)
