@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import importlib
 import importlib.metadata
 import re
@@ -238,7 +239,10 @@ def _version_key(distribution: importlib.metadata.Distribution) -> tuple[bool, A
 
 def _identity(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
     """Return the name and version. Raises `ValueError` for a distribution without a name."""
-    metadata = distribution.metadata  # parsed anew at each access
+    # Not `distribution.metadata`: where the package importlib_metadata takes the place of python's own, as soon as
+    # something imports it, that raises for whatever is missing.
+    texts = (distribution.read_text(name) for name in ("METADATA", "PKG-INFO", ""))
+    metadata = email.message_from_string(next((text for text in texts if text is not None), ""))
     name, version = metadata["Name"], metadata["Version"]
     if not name:
         raise ValueError("the metadata has no name")

@@ -21,12 +21,14 @@ from hp_core.components import OPTIMIZERS
 from hp_core.config import Recipe, TrainerConfig
 from hp_core.config.digest import digests
 from hp_core.config.render import resolved_yaml
+from hp_core.config.resolved import resolved_tree, to_shown_data
 from hp_core.entry_points import describe
 from hp_core.errors import HpError, InputError, Problem
 from hp_core.export.check import prepare_export
 from hp_core.export.settings import write_settings
 from hp_core.model.replacement.replacer import ModuleReplacer
 from hp_core.observe.console import Console
+from hp_core.observe.delivery import Delivery
 from hp_core.observe.run_directory import (
     PLAN_FILE,
     RunDirectory,
@@ -39,7 +41,7 @@ from hp_core.observe.run_directory import (
     versions,
     write_json,
 )
-from hp_core.observe.trackers import JsonlTracker
+from hp_core.observe.trackers import JsonlTracker, forget
 from hp_core.parallel.agreement import require_same_everywhere
 from hp_core.parallel.attempts import RUN_DIRECTORY
 from hp_core.parallel.environment import ProcessEnvironment
@@ -124,13 +126,15 @@ def _release_lock(run: Run) -> None:
 
 
 def _close_trackers(run: Run, kind: type[BaseException] | None, *_: object) -> None:
-    """Close every tracker, whatever another one does; what ended the run matters more than what they say.
+    """Close every tracker; they know if the run has failed.
 
     Raises:
-        Exception: the first that a tracker raised, unless the run has failed already.
+        Exception: the run's own file can't be closed, and the run hasn't failed already.
     """
     first: Exception | None = None
     for tracker in run.trackers:
+        if kind is not None and isinstance(tracker, Delivery):
+            tracker.fail()
         try:
             tracker.close()
         except Exception as error:
@@ -138,6 +142,23 @@ def _close_trackers(run: Run, kind: type[BaseException] | None, *_: object) -> N
             first = first or error
     if first is not None and kind is None:
         raise first
+
+
+def _add_trackers(run: Run) -> None:
+    """Build the recipe's trackers; those that are there when another can't be built are closed with the run."""
+    recipe = {**to_shown_data(resolved_tree(run.recipe)), "output_dir": str(run.directory.path)}
+    for target in run.config.trackers:
+        tracker = target.build(
+            run_dir=run.directory.path, config=run.config, first_step=run.state.step + 1, recipe=recipe
+        )
+        run.trackers.append(
+            Delivery(tracker, f"{target.section} ({target.spelling})", partial(_report_tracker, run, target.section))
+        )
+
+
+def _report_tracker(run: Run, section: str, line: str, facts: Mapping[str, Any]) -> None:
+    run.console.say(line)
+    run.record(trackers={**run.manifest.get("trackers", {}), section: facts})
 
 
 def _fit(trainer: BaseTrainer, run: Run, beginning: Beginning) -> Report:
@@ -209,10 +230,10 @@ def _open_here(run: Run, beginning: Beginning) -> None:
     make(directory)
     run.lock = lock(directory)
     beginning.require_unchanged(directory)
+    if not directory.continues:
+        forget(directory.path)
     # A tracker that can't be built must not cost the run that is to be replaced.
-    trackers = [
-        target.build(run_dir=directory.path, config=config, first_step=run.state.step + 1) for target in config.trackers
-    ]
+    _add_trackers(run)
     clear(directory, overwrite=beginning.overwrite)
     if directory.continues:
         # A run that was killed may have been about to.
@@ -229,7 +250,7 @@ def _open_here(run: Run, beginning: Beginning) -> None:
     planner = run.setup.planner
     if planner is not None and planner.plan is not None:
         write_json(directory.path / PLAN_FILE, planner.plan.as_dict())
-    run.trackers += [JsonlTracker(directory.path, resume_step), *trackers]
+    run.trackers.insert(0, JsonlTracker(directory.path, resume_step))
     run.console.say(f"run directory: {directory.path}")
 
 

@@ -25,6 +25,7 @@ from tests.contract.chats import CHAT_KEYS, chats
 from tests.contract.images import IMAGE_KEYS
 from tests.contract.launches import LAUNCH_KEYS
 from tests.contract.texts import write_texts
+from tests.contract.trackers import TRACKER_KEYS
 from tests.e2e.runs import hp_train_here, manifest, steps, train
 
 RECIPE = """\
@@ -426,10 +427,6 @@ def kept(bench: Bench, *overrides: str) -> list[int]:
     return [int(name.removeprefix("step_")) for name in bench.run(*always, *overrides).checkpoints()]
 
 
-def tracked(bench: Bench) -> bool:
-    return (bench.run("--trackers=[{name: tensorboard, directory: boards}]").directory / "boards").is_dir()
-
-
 def at_end(bench: Bench) -> bool:
     return (bench.run().evaluations(), bench.run("--evaluation.at_end=false").evaluations()) == ([2], [])
 
@@ -746,7 +743,6 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "checkpoint.allow_plugin_changes": allowed_plugins,
     **LAUNCH_KEYS,
     "launch.timeout": timeout,
-    "trackers": tracked,
     # Sections that name a component: naming another one acts.
     "trainer": says("no trainer component is named 'nothing'", "--trainer=nothing", code=2),
     "model": pretrained,
@@ -941,7 +937,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "hp.dataloaders.torch.prefetch_factor": says(
         "prefetch: None ahead: 3", "--dataloader={prefetch_factor: 3}", "-p", "{texts}/look.py"
     ),
-    "hp.trackers.tensorboard.directory": tracked,
+    **TRACKER_KEYS,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -242,18 +243,26 @@ def rows_that_break(rank: int, start: int) -> Datasets:
 
 
 class BreakingTracker:
-    """Takes no second row."""
+    """Takes no row of step 2, and keeps the others, and how it ended, in a file."""
 
-    def __init__(self, run_dir: Any, config: Any, first_step: int) -> None:
-        self.rows = 0
+    def __init__(self, run_dir: Path, recipe: Any) -> None:
+        self.path = run_dir / "kept.jsonl"
+        self.keep({"recipe": recipe})
+
+    def keep(self, what: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(what) + "\n")
 
     def log(self, metrics: Any) -> None:
-        self.rows += 1
-        if self.rows == 2:
+        if metrics["step"] == 2:
             raise RuntimeError("the log broke")
+        self.keep(metrics)
+
+    def fail(self) -> None:
+        self.keep("failed")
 
     def close(self) -> None:
-        pass
+        self.keep("closed")
 
 
 class UnclosableTracker:
