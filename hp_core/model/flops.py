@@ -192,10 +192,10 @@ def _window(sizes: Mapping[str, Any], index: int) -> int | None:
 
 
 def _head(head: nn.Module) -> _Part:
-    products = list(dict(_products(head, "the head")).values())
-    forward = Flops(sum(one.per_token for one in products))
-    gradients = Flops(sum(one.of_weights for one in products))
-    return _Part(forward, forward + gradients, gradients)
+    products = dict(_products(head, "the head"))
+    forward = Flops(sum(one.per_token for one in products.values()))
+    gradients = Flops(sum(one.of_weights for one in products.values()))
+    return _Part(forward, forward + gradients, Flops(_first_per_token(products, _trained(head))))
 
 
 def _layer(layer: nn.Module, fqn: str, window: int | None) -> _Part:
@@ -208,9 +208,7 @@ def _layer(layer: nn.Module, fqn: str, window: int | None) -> _Part:
     per_pair = _per_pair(layer.get_submodule(attention[0]), f"{fqn}.{attention[0]}")
     forward = Flops(sum(one.per_token for one in products.values()), {window: per_pair})
     backward = forward + Flops(sum(one.of_weights for one in products.values()), {window: per_pair})
-    trained = [
-        name for name, one in layer.named_modules() if any(p.requires_grad for p in one.parameters(recurse=False))
-    ]
+    trained = _trained(layer)
     if not trained:
         first: Flops | str = Flops()
     elif _INPUT_NORMS.isdisjoint(trained):
@@ -231,26 +229,37 @@ def _first(
 
     `per_half` are the operations of a pair for its score, which are as many as for its share of the values.
     """
-    reached = {name for name in products if any(_is_before(one, name) for one in trained)}
     unknown = [name for name in trained if name not in products]
     unknown += [name for name in products if not _KNOWN.issuperset(name.split(".")[:3])]
     # Of two products in one module, the second needs gradients for what the first gives.
-    unknown += [name for name in trained if name.endswith("experts") and name not in reached]
+    unknown += [name for name in trained if name.endswith("experts") and not _is_reached(name, trained)]
     if unknown or "post_attention_layernorm" not in dict(layer.named_children()):
         where = ".".join([fqn, *unknown[:1]])
         return f"{where} is trained, or comes after what is, and it isn't known which gradients that takes"
-    per_token = sum(one.of_weights + one.per_token * (name in reached) for name, one in products.items())
     parts = {part for name in trained for part in name.split(".")[:2]}
     query, key, value = (not parts.isdisjoint((name, "qkv_proj")) for name in ("q_proj", "k_proj", "v_proj"))
     factor = query + key + value + (query or key)
-    return Flops(per_token, {window: half * factor for window, half in per_half.items()})
+    return Flops(_first_per_token(products, trained), {window: half * factor for window, half in per_half.items()})
 
 
-def _is_before(one: str, other: str) -> bool:
-    """Whether what a module of a layer gives goes into the other; both by their names."""
-    pairs = zip(one.split("."), other.split("."), strict=False)
-    own, its = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-    return own in _FIRST and its in _SECOND
+def _first_per_token(products: Mapping[str, _Product], trained: Collection[str]) -> int:
+    """The gradients that matrices have, and those that have to pass by others on their way back to what is trained."""
+    return sum(one.of_weights + one.per_token * _is_reached(name, trained) for name, one in products.items())
+
+
+def _trained(part: nn.Module) -> list[str]:
+    """The modules that have a trained parameter of their own."""
+    return [name for name, one in part.named_modules() if any(p.requires_grad for p in one.parameters(recurse=False))]
+
+
+def _is_reached(name: str, others: Collection[str]) -> bool:
+    """Whether what one of the others gives goes into the module; all by their names in a layer."""
+    for other in others:
+        pairs = zip(other.split("."), name.split("."), strict=False)
+        its, own = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+        if its in _FIRST and own in _SECOND:
+            return True
+    return False
 
 
 def _products(part: nn.Module, fqn: str) -> Iterator[tuple[str, _Product]]:

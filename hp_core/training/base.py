@@ -31,7 +31,7 @@ from hp_core.training.meter import Meter
 from hp_core.training.metric_names import require_measured
 from hp_core.training.persistence import contents_of, restore
 from hp_core.training.reading import StepReader, Stoppable
-from hp_core.training.run import Report, Run, data_facts, data_lines
+from hp_core.training.run import Report, Run, tell_data
 from hp_core.training.saving import Checkpointing
 from hp_core.training.schedule import total_steps
 from hp_core.training.startup import (
@@ -156,9 +156,7 @@ class BaseTrainer:
         images = (self.datasets, type(self).__name__, self.takes_images)
         refuse_images(*images)
         freeze_unused(self.model, *images, self.run)
-        self.run.record(data=data_facts(self.datasets))
-        for line in data_lines(self.datasets):
-            self.run.console.say(line)
+        tell_data(self.datasets, self.run)
 
     def _build_collate_fn(self) -> None:
         """Build what turns a list of samples into a batch; the loader's own when the task has none."""
@@ -212,7 +210,6 @@ class BaseTrainer:
         if run.is_over(self.num_steps, self.last_step):
             return Report(state.step, run.metrics, None)
         run.plugins.hook.on_train_start(run=run)
-        self._utilization = Utilization(self.model, run)
         evaluation, stopped = None, False
         self.checkpoints = Checkpointing(run, self._contents)
         self.stop = StopSignals(run.console, lambda: self.checkpoints.is_saved)
@@ -238,7 +235,7 @@ class BaseTrainer:
     def _take_steps(self) -> Evaluation | None:
         run, state = self.run, self.run.state
         evaluation: Evaluation | None = None
-        self._meter = Meter(self._utilization)
+        self._meter = Meter(Utilization(self.model, run))
         iterator = iter(self.dataloader)
         if self._evaluation_is_due() and state.evaluated != state.step > 0:
             evaluation = self._evaluate(self.datasets.validation)
@@ -300,7 +297,7 @@ class BaseTrainer:
             self.run.log_step(row)
             self.checkpoints.require_metric(row)
             if state.step < self.last_step:
-                self._utilization.measure_peak()
+                self._meter.utilization.measure_peak()
 
     def token_counts(self, micro_batches: Sequence[MicroBatch]) -> Mapping[str, int]:
         """What the task counts of a step beside its targets, by the same names on all ranks; their sums are logged."""

@@ -16,7 +16,7 @@ class Meter:
     """Collects what a logged row needs between two of them."""
 
     def __init__(self, utilization: Utilization) -> None:
-        self._utilization = utilization
+        self.utilization = utilization
         self._begin()
 
     def _begin(self) -> None:
@@ -32,7 +32,7 @@ class Meter:
         A skipped one has none of both, whatever it computed.
         """
         self._tokens += tokens
-        self._flops += self._utilization.own_flops(computed)
+        self._flops += self.utilization.own_flops(computed)
         self._seconds += seconds
         self._data_seconds += data_seconds
         self._steps += 1
@@ -73,7 +73,7 @@ class Meter:
             **summed,
             "total_tokens": state.tokens,
             "tokens_per_second": self._tokens / seconds if seconds else None,
-            **self._utilization.metrics(flops, seconds),
+            **self.utilization.metrics(flops, seconds),
             "step_time_s": seconds / self._steps,
             "data_time_s": data_seconds / self._steps,
             "epoch": state.position.epoch,

@@ -116,6 +116,13 @@ def on_main(function: Callable[[], T], setup: DistributedSetup) -> T:
     return value
 
 
+def tell_data(datasets: Datasets, run: Run) -> None:
+    """Write what became of the documents into the manifest, and show it."""
+    run.record(data=data_facts(datasets))
+    for line in data_lines(datasets):
+        run.console.say(line)
+
+
 def data_facts(datasets: Datasets) -> dict[str, Any]:
     """What became of the documents, for the manifest: rows, tokens, targets, and everything left out."""
     return {

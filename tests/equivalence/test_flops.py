@@ -87,6 +87,9 @@ def test_the_steps_of_a_run_count_what_is_no_padding(name: str, tmp_path: Path) 
     keys += [f"--fsdp_config.{key}={value}" for key, value in fsdp.items()]
     rows = train(recipe(tmp_path), *RUN, *keys, nproc=ranks)
     assert operations(rows, ranks) == pytest.approx([4 * A_ROW, A_ROW], rel=1e-9)
+    # Row r has 15 targets but for its first r.
+    targets = zip(steps(rows, "tokens_per_second"), steps(rows, "step_time_s"), strict=True)
+    assert sum(rate * time for rate, time in targets) == pytest.approx(5 * 15 - (0 + 1 + 2 + 3 + 4))
     assert steps(rows, "mfu") == pytest.approx([2 * rate for rate in steps(rows, "tflops_per_second")])
     assert manifest(tmp_path / "run")["flops"] == {
         "per_token": PER_TOKEN,

@@ -147,8 +147,8 @@ def test_adapters_count_beside_frozen_matrices(family: str, targets: list[str]) 
     assert over_all_pairs(training_flops(model, ALONE)) == run(model)
 
 
-@pytest.mark.parametrize("targets", [["gate_proj"], ["down_proj"], ["up_proj", "q_proj", "down_proj"]])
-def test_adapters_of_feed_forwards(targets: list[str]) -> None:
+@pytest.mark.parametrize("targets", [["gate_proj"], ["down_proj"], ["up_proj", "q_proj", "down_proj"], ["lm_head"]])
+def test_adapters_behind_attention(targets: list[str]) -> None:
     model = plain(LLAMA)
     inject_adapter_in_model(LoraConfig(r=3, target_modules=targets), model)
     assert over_all_pairs(training_flops(model, ALONE)) == run(model)
