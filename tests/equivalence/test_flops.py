@@ -31,8 +31,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep2 x tp2": (4, {"ep_size": 2, "tp_size": 2}, {}),
     "pp2 x tp2": (4, {"pp_size": 2, "tp_size": 2}, {}),
 }
-# What is frozen: nothing, all that a first stage begins with, and a layer of the last one.
-FROZEN = ((), ("embed_tokens", "layers.0."), ("layers.3.",))
+# What is frozen: nothing, all that a first stage begins with, a layer of the last one, and all but its norm and head.
+FROZEN = ((), ("embed_tokens", "layers.0."), ("layers.3.",), ("embed_tokens", "layers."))
 
 
 def count(environment: ProcessEnvironment, families: list[str], accelerator: Any, fsdp: Any) -> list[Flops]:
@@ -62,13 +62,13 @@ def test_a_model_asks_for_the_same_on_any_layout(name: str) -> None:
     assert run_ranks(count, ranks, list(families), accelerator, fsdp, preload=WITH_FAMILIES) == [expected] * ranks
 
 
-# Rows of 15 tokens in documents of 5, which shared sequences are padded behind; the last of five rows is alone in its
-# step.
+# Rows of 15 tokens in documents of 5, which shared sequences are padded behind; the last of five rows is in its step
+# with rows that only fill it up.
 RUN = (
     MOE[0],
     "--model.config.num_hidden_layers=4",
     "--dataset={_target_: hp_core.testing.parts.numbered_rows, num_rows: 5, length: 15, documents: 3}",
-    "--training={train_epochs: 1, global_batch_size: 4, seed: 3, device_peak_tflops: 0.5}",
+    "--training={train_epochs: 1, global_batch_size: 4, micro_batch_size: 2, seed: 3, device_peak_tflops: 0.5}",
 )
 PER_TOKEN = 6 * (4 * (2 * 32 * 32 + 2 * 32 * 16 + 2 * 3 * 32 * 16 + 32 * 4) + 32 * 96)
 PER_PAIR = 3 * 4 * 4 * 32
