@@ -12,6 +12,7 @@ from hp_core.config.checkpoint import CheckpointConfig, metric_conflicts
 from hp_core.config.launch import LaunchConfig
 from hp_core.config.memory import ActivationCheckpointConfig, ActivationSwapConfig, checkpoint_conflicts
 from hp_core.config.plan_override import PlanOverride
+from hp_core.config.profiler import ProfilerConfig, profiler_conflicts
 from hp_core.config.target import Target
 
 Dtype = Literal["float32", "bfloat16"]
@@ -220,12 +221,12 @@ class TrainerConfig(Section):
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="When to evaluate, and what to show.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save, and where to start from.")
     trackers: list[Target] = Field([], description="Where metrics go besides the run's own files.")
+    profiler: ProfilerConfig = Field(ProfilerConfig(), description="Steps of which a trace is written.")
     launch: LaunchConfig = Field(LaunchConfig(), description="Processes to start when nothing else starts them.")
 
     LATER: ClassVar[tuple[str, ...]] = (
         "peft",
         "compile",
-        "profiler",
         "debug",
     )
 
@@ -234,6 +235,7 @@ class TrainerConfig(Section):
         """Yield one for each pair of settings in two sections that don't go together."""
         yield from metric_conflicts(values)
         yield from checkpoint_conflicts(values)
+        yield from profiler_conflicts(values)
 
     def model_features(self) -> dict[str, Section | None]:
         """Return what a model builder is asked for beside the model, by the name of its argument; None is nothing."""

@@ -26,11 +26,12 @@ from hp_core.observe.trackers import METRICS_FILE
 RECIPE_FILE = "recipe.yaml"
 SAMPLES_FILE = "samples.jsonl"
 PLAN_FILE = "plan.json"
+PROFILE = "profile"
 # What an export of the model holds beside its weights.
 ASSETS = "assets"
 # The recipe and the assets of checkpoints that were made with others than the run's last.
 EARLIER = "earlier"
-_RUN_FILES = (MANIFEST, METRICS_FILE, SAMPLES_FILE, PLAN_FILE, ASSETS, EARLIER, CHECKPOINTS)
+_RUN_FILES = (MANIFEST, METRICS_FILE, SAMPLES_FILE, PLAN_FILE, PROFILE, ASSETS, EARLIER, CHECKPOINTS)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from hp_core.plugins import load_plugins, names_of, provenance
 from hp_core.training.base import BaseTrainer
 from hp_core.training.beginning import Beginning, unheeded
 from hp_core.training.defaults import DefaultHooks
+from hp_core.training.profiling import Profiling, require_profile
 from hp_core.training.protocols import parts_of
 from hp_core.training.run import Report, Run, on_main
 
@@ -88,7 +89,7 @@ def _train(
         config.plugins,
         origins={f"plugins[{i}]": recipe.origin(f"plugins[{i}]") for i in range(len(config.plugins))},
         base_dir=Path(recipe.path).resolve().parent,
-        defaults=(DefaultHooks(),),
+        defaults=(DefaultHooks(), *([] if config.profiler.start_step is None else [Profiling(config.profiler)])),
     )
     if config.training.enable_full_determinism:
         _be_deterministic()
@@ -165,6 +166,7 @@ def _fit(trainer: BaseTrainer, run: Run, beginning: Beginning) -> Report:
     try:
         trainer.build(run)
         prepare_export(run, trainer.model, trainer.tokenizer)
+        require_profile(run.config.profiler, run.setup, trainer.last_step)
         # Not before everything is built: a recipe that can't be built leaves no directory in the way of the next try.
         _open(run, beginning)
         return trainer.train()

@@ -6,6 +6,7 @@ the project; a new one without a row here fails `test_every_key_has_a_row`.
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from collections.abc import Callable
@@ -427,6 +428,18 @@ def kept(bench: Bench, *overrides: str) -> list[int]:
     return [int(name.removeprefix("step_")) for name in bench.run(*always, *overrides).checkpoints()]
 
 
+def traced(bench: Bench, *overrides: str) -> str:
+    """The text of the trace of the second of two steps."""
+    outcome = bench.run("--profiler.start_step=2", *overrides)
+    assert outcome.code == 0, outcome.output
+    (path,) = (outcome.directory / "profile").glob("*.json.gz")
+    return f"{path.name}\n{gzip.decompress(path.read_bytes()).decode()}"
+
+
+def trace_says(text: str, *overrides: str) -> Callable[[Bench], bool]:
+    return lambda bench: text in traced(bench, *overrides) and text not in traced(bench)
+
+
 def at_end(bench: Bench) -> bool:
     return (bench.run().evaluations(), bench.run("--evaluation.at_end=false").evaluations()) == ([2], [])
 
@@ -743,6 +756,15 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "checkpoint.allow_plugin_changes": allowed_plugins,
     **LAUNCH_KEYS,
     "launch.timeout": timeout,
+    "profiler.start_step": lambda bench: traced(bench).startswith("rank0.step2.json.gz"),
+    "profiler.stop_step": trace_says("rank0.steps2-3", "--profiler.stop_step=3", "--training.train_iters=3"),
+    "profiler.ranks": says("no rank 1: the run has rank 0 alone", "--profiler={start_step: 1, ranks: [1]}", code=2),
+    "profiler.record_shapes": trace_says('"Input Dims"', "--profiler.record_shapes=true"),
+    "profiler.with_stack": trace_says('"python_function"', "--profiler.with_stack=true"),
+    "profiler.profile_memory": trace_says('"[memory]"', "--profiler.profile_memory=true"),
+    "profiler.memory_snapshot": says(
+        "only CUDA's allocator", "--profiler={start_step: 1, memory_snapshot: true}", "--training.device=cpu", code=2
+    ),
     # Sections that name a component: naming another one acts.
     "trainer": says("no trainer component is named 'nothing'", "--trainer=nothing", code=2),
     "model": pretrained,
