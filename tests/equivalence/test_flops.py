@@ -100,6 +100,8 @@ def test_the_steps_of_a_run_count_what_is_no_padding(name: str, tmp_path: Path) 
     }
 
 
-def test_a_row_counts_the_steps_since_the_last_one(tmp_path: Path) -> None:
-    rows = train(recipe(tmp_path), *RUN, "--training.log_every=2")
+@pytest.mark.parametrize("mode", ["off", "full"])
+def test_a_row_counts_the_steps_since_the_last_one(mode: str, tmp_path: Path) -> None:
+    """And nothing twice that is computed again."""
+    rows = train(recipe(tmp_path), *RUN, "--training.log_every=2", f"--activation_checkpoint.mode={mode}")
     assert [2 * one for one in operations(rows, 1)] == pytest.approx([5 * A_ROW], rel=1e-9)
