@@ -9,6 +9,7 @@ from pydantic import Field
 
 from hp_core.config.base import Conflict, Section
 from hp_core.config.checkpoint import CheckpointConfig, metric_conflicts
+from hp_core.config.compile import CompileConfig, compile_conflicts
 from hp_core.config.launch import LaunchConfig
 from hp_core.config.memory import ActivationCheckpointConfig, ActivationSwapConfig, checkpoint_conflicts
 from hp_core.config.plan_override import PlanOverride
@@ -217,6 +218,7 @@ class TrainerConfig(Section):
         ActivationCheckpointConfig(), description="What the forward pass keeps for the backward pass."
     )
     activation_swap: ActivationSwapConfig = Field(ActivationSwapConfig(), description="Where that waits meanwhile.")
+    compile: CompileConfig = Field(CompileConfig(), description="Whether layers run as compiled code.")
     plan_overrides: list[PlanOverride] = Field([], description="Changes to modules inside the model.")
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="When to evaluate, and what to show.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save, and where to start from.")
@@ -226,7 +228,6 @@ class TrainerConfig(Section):
 
     LATER: ClassVar[tuple[str, ...]] = (
         "peft",
-        "compile",
         "debug",
     )
 
@@ -236,6 +237,7 @@ class TrainerConfig(Section):
         yield from metric_conflicts(values)
         yield from checkpoint_conflicts(values)
         yield from profiler_conflicts(values)
+        yield from compile_conflicts(values)
 
     def model_features(self) -> dict[str, Section | None]:
         """Return what a model builder is asked for beside the model, by the name of its argument; None is nothing."""
@@ -244,7 +246,7 @@ class TrainerConfig(Section):
             "peft_config": None,
             "activation_checkpoint": None if recomputed.mode == "off" else recomputed,
             "activation_swap": None if self.activation_swap.mode == "off" else self.activation_swap,
-            "compile_config": None,
+            "compile_config": None if self.compile.mode == "off" else self.compile,
         }
 
     def targets(self) -> tuple[Target, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hp_core.config.memory import ActivationCheckpointConfig
 from hp_core.errors import InputError, Problem
@@ -16,15 +16,15 @@ from hp_core.model.patterns import chosen_modules
 
 
 class Recomputed:
-    """A module's forward that keeps its inputs alone, or what `context_fn` says, and runs again for the backward pass.
+    """A module's forward that keeps its inputs alone, or products as well, and runs again for the backward pass.
 
     An object rather than a closure, so that a copy of the module runs its own forward.
     """
 
-    def __init__(self, forward: Callable[..., Any], context_fn: Callable[[], Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], *, keeps_products: bool = False) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
-        self.context_fn = context_fn
+        self.keeps_products = keeps_products
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `forward` returns; random numbers are the same in both runs."""
@@ -32,7 +32,10 @@ class Recomputed:
             return self.forward(*args, **kwargs)
         # By place: torch looks for what it keeps, and for the device whose random numbers it keeps, there alone.
         values = (*args, *kwargs.values())
-        return checkpoint(self._call, tuple(kwargs), *values, use_reentrant=False, context_fn=self.context_fn)
+        if self.keeps_products:
+            # By its name: torch.compile doesn't understand a function that an object has.
+            return checkpoint(self._call, tuple(kwargs), *values, use_reentrant=False, context_fn=_keep_products)
+        return checkpoint(self._call, tuple(kwargs), *values, use_reentrant=False)
 
     def _call(self, names: tuple[str, ...], *values: Any) -> Any:
         num_args = len(values) - len(names)
@@ -63,9 +66,8 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig)
             message = f"of {len(chosen)} modules, none is every {config.n}th"
             raise InputError(Problem(message, path="activation_checkpoint.n", hint=f"use at most {len(chosen)}"))
         chosen = chosen[config.n - 1 :: config.n]
-    context_fn = _keep_products if config.mode == "selective" else noop_context_fn
     for _, module in chosen:
-        module.forward = Recomputed(module.forward, context_fn)
+        module.forward = Recomputed(module.forward, keeps_products=config.mode == "selective")
     return [name for name, _ in chosen]
 
 

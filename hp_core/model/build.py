@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hp_core.errors import ArgumentError
 from hp_core.model.activation_checkpoint import checkpoint_activations
 from hp_core.model.activation_swap import swap_activations
+from hp_core.model.compile import Compilation
 from hp_core.model.config import model_config
 from hp_core.model.generation import generation_config as generation_config_of
 from hp_core.model.initialize import initialize_weights
@@ -96,10 +97,11 @@ def finish_model(
     Raises:
         ArgumentError: see `load_weights`.
         InputError: see `hp_core.model.replacement.replacer.ModuleReplacer.apply`, `checkpoint_activations`,
-            `swap_activations` and `hp_core.parallel.context.trial.require_same_when_cut`.
+            `swap_activations`, `Compilation`, and `hp_core.parallel.context.trial.require_same_when_cut`.
     """
     setup = distributed_setup
     replaced = replace_modules(model, setup)
+    compilation = None if compile_config is None else Compilation.of(model, compile_config, setup)
     recomputed = [] if activation_checkpoint is None else checkpoint_activations(model, activation_checkpoint)
     if activation_swap is not None:
         swap_activations(model, activation_swap, setup.device, recomputed)
@@ -130,6 +132,8 @@ def finish_model(
         pipeline.require_passing()
     if setup.sizes.cp > 1:
         require_same_when_cut(model, setup)
+    if compilation is not None:
+        compilation.install(model)
 
 
 def _skeleton(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from functools import partial
@@ -26,6 +26,7 @@ from hp_core.entry_points import describe
 from hp_core.errors import HpError, InputError, Problem
 from hp_core.export.check import prepare_export
 from hp_core.export.settings import write_settings
+from hp_core.model.compile import keep_compiled
 from hp_core.model.replacement.replacer import ModuleReplacer
 from hp_core.observe.console import Console
 from hp_core.observe.delivery import Delivery
@@ -50,6 +51,7 @@ from hp_core.parallel.setup import DistributedSetup, default_threads, distribute
 from hp_core.plugins import load_plugins, names_of, provenance
 from hp_core.training.base import BaseTrainer
 from hp_core.training.beginning import Beginning, unheeded
+from hp_core.training.compiling import CompileWatch
 from hp_core.training.defaults import DefaultHooks
 from hp_core.training.profiling import Profiling, require_profile
 from hp_core.training.protocols import parts_of
@@ -89,10 +91,12 @@ def _train(
         config.plugins,
         origins={f"plugins[{i}]": recipe.origin(f"plugins[{i}]") for i in range(len(config.plugins))},
         base_dir=Path(recipe.path).resolve().parent,
-        defaults=(DefaultHooks(), *([] if config.profiler.start_step is None else [Profiling(config.profiler)])),
+        defaults=(DefaultHooks(), *_of_the_run(config)),
     )
     if config.training.enable_full_determinism:
         _be_deterministic()
+    if config.compile.mode != "off":
+        keep_compiled()
     if "OMP_NUM_THREADS" not in os.environ and environment.launcher == "none":
         torch.set_num_threads(default_threads(1))
     with distributed(environment, config, digests(config)) as setup:
@@ -119,6 +123,14 @@ def _train(
             at_end.callback(_release_lock, run)
             at_end.push(partial(_close_trackers, run))
             return _fit(config.trainer.build(config=config), run, beginning)
+
+
+def _of_the_run(config: TrainerConfig) -> Iterator[object]:
+    """What follows the run because its recipe asks for it."""
+    if config.profiler.start_step is not None:
+        yield Profiling(config.profiler)
+    if config.compile.mode != "off":
+        yield CompileWatch()
 
 
 def _release_lock(run: Run) -> None:

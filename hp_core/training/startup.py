@@ -16,6 +16,7 @@ from hp_core.data.protocols import Datasets, RowDataset
 from hp_core.data.rows import WithEmptyRow, as_datasets
 from hp_core.entry_points import describe, raised_in
 from hp_core.errors import HpError, InputError, Problem
+from hp_core.model.compile import compiler_of
 from hp_core.parallel.agreement import require_same_everywhere
 from hp_core.parallel.images import outside_language_model, sees_images
 from hp_core.parallel.ready import require_split
@@ -53,6 +54,10 @@ def checked_model(built: Any, run: Run) -> nn.Module:
     """
     model, setup = as_module(built, "model"), run.setup
     require_split(model, setup)
+    if run.config.compile.mode != "off" and not setup.any_on_host(compiler_of(model) is not None):
+        message = f"no module of {type(model).__name__} is compiled"
+        hint = "a model builder hands compile_config on to hp_core.finish_model"
+        raise InputError(Problem(message, path="compile", hint=hint))
     lines: list[str] = []
     if setup.replacer is not None:
         setup.replacer.require_applied()

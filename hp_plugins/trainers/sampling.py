@@ -10,6 +10,7 @@ from torch import nn
 
 from hp_core.config.models import SamplesConfig
 from hp_core.data.protocols import Tokenizer
+from hp_core.model.compile import as_written
 from hp_core.observe.run_directory import SAMPLES_FILE
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.evaluation import evaluating
@@ -38,7 +39,7 @@ def sample_text(
     """
     generator = torch.Generator().manual_seed(settings.seed)
     ids = tokenizer.encode_batch([prompt])[0] or [tokenizer.eos_id]
-    with evaluating(model):
+    with evaluating(model), as_written(model):
         for _ in range(settings.max_new_tokens):
             inputs = torch.tensor([ids], device=setup.device)
             logits = model(input_ids=inputs, use_cache=False).logits[0, -1, : tokenizer.vocab_size].float().cpu()

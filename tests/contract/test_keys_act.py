@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -320,6 +321,77 @@ def on_host(bench: Bench, *overrides: str) -> int:
 def swaps_less(bench: Bench) -> bool:
     one_layer = on_host(bench, "--activation_swap.modules=[model.layers.1]")
     return 0 < one_layer < on_host(bench)
+
+
+BACKENDS = """\
+import json
+from pathlib import Path
+
+import torch
+from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
+
+from hp_core import hookimpl
+
+
+def hp_records(graph, inputs):
+    with (Path(__file__).parent / "graphs").open("a") as file:
+        print(json.dumps(any(isinstance(one, torch.SymInt) for one in inputs)), file=file)
+    return graph
+
+
+def hp_fails(graph, inputs):
+    raise NotImplementedError("no code for this machine")
+
+
+for one in (hp_records, hp_fails):
+    _COMPILER_FNS.pop(one.__name__, None)
+    register_backend(one)
+
+
+@hookimpl
+def on_train_end(run, report):
+    pass
+"""
+
+
+def compiled(bench: Bench, *overrides: str, backend: str = "hp_records") -> tuple[Outcome, list[bool]]:
+    """A run of two layers that compiles, and of each graph whether it is for any length."""
+    torch._dynamo.reset()
+    (bench.tmp_path / "backends.py").write_text(BACKENDS)
+    graphs = bench.tmp_path / "graphs"
+    graphs.write_text("")
+    base = ("--plugins=[./backends.py]", "--model.config.num_hidden_layers=2", "--evaluation.at_end=false")
+    with warnings.catch_warnings():
+        # torch reads gradients that are not there, and hides the warning, which as an error it can't.
+        warnings.simplefilter("default")
+        found = bench.run(*base, f"--compile.backend={backend}", *overrides)
+    return found, [json.loads(line) for line in graphs.read_text().splitlines()]
+
+
+def compiles(bench: Bench) -> bool:
+    on, graphs = compiled(bench, "--compile.mode=default")
+    off = bench.run("--model.config.num_hidden_layers=2", "--evaluation.at_end=false")
+    facts = manifest(on.directory)["compile"]
+    assert (facts["modules"], facts["graphs"], on.code) == (2, len(graphs), 0), on.output
+    return "compile" not in manifest(off.directory) and on.losses() == off.losses() and len(graphs) > 0
+
+
+def compiles_one(bench: Bench) -> bool:
+    on, _ = compiled(bench, "--compile.mode=default", "--compile.modules=[model.layers.1.mlp]")
+    return int(manifest(on.directory)["compile"]["modules"]) == 1
+
+
+def compiles_for_any_length(bench: Bench) -> bool:
+    found = [compiled(bench, "--compile.mode=default", *extra)[1] for extra in ((), ("--compile.dynamic=true",))]
+    return list(map(set, found)) == [{False}, {True}]
+
+
+def tells_what_fails(bench: Bench) -> bool:
+    """A run ends, or goes on with a line that says that it is slower."""
+    stopped, _ = compiled(bench, "--compile.mode=default", backend="hp_fails")
+    went_on, _ = compiled(bench, "--compile.mode=default", "--compile.on_failure=eager", backend="hp_fails")
+    told = "model.layers.0 can't be compiled"
+    return (stopped.code, went_on.code) == (1, 0) and told in stopped.output and told in went_on.output
 
 
 def replaced(bench: Bench, **entry: Any) -> list[str]:
@@ -702,6 +774,11 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "mixed_precision.reduce_dtype": losses_differ(
         "--mixed_precision.reduce_dtype=bfloat16", base=("--mixed_precision.param_dtype=bfloat16",)
     ),
+    "compile.mode": compiles,
+    "compile.backend": compiles,
+    "compile.modules": compiles_one,
+    "compile.dynamic": compiles_for_any_length,
+    "compile.on_failure": tells_what_fails,
     "activation_checkpoint.mode": keeps_less("full"),
     "activation_checkpoint.n": keeps_less("every_n", "--activation_checkpoint.n=2"),
     "activation_swap.mode": lambda bench: on_host(bench) > 0,

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from hp_core.config.compile import CompileConfig
 from hp_core.config.memory import ActivationCheckpointConfig, ActivationSwapConfig
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig
 from hp_core.config.plan_override import PlanOverride
 from hp_core.model.activation_swap import swap_of
+from hp_core.model.compile import start_compiling
 from hp_core.model.tiny import tiny_config
 from hp_core.parallel.context.sequence import own_part
 from hp_core.parallel.environment import ProcessEnvironment
@@ -51,7 +53,7 @@ DOCUMENTS = (7, 1, 8)
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks there are and how they share the work; `length` is that of the rows."""
+    """How many ranks there are and how they share the work; `backend` is what compiles the layers, if anything does."""
 
     num_ranks: int = 1
     accelerator: dict[str, Any] = field(default_factory=dict)
@@ -60,6 +62,7 @@ class Layout:
     checkpointing: str = "off"
     param_dtype: str | None = None
     swapping: bool = False
+    backend: str | None = None
 
 
 @dataclass(frozen=True)
@@ -158,9 +161,11 @@ class Trial:
         setup = dataclasses.replace(setup, planner=Planner(case.overrides))
         recomputed = None if layout.checkpointing == "off" else ActivationCheckpointConfig(mode=layout.checkpointing)
         swapped = ActivationSwapConfig(mode="host") if layout.swapping else None
-        features = {"activation_checkpoint": recomputed, "activation_swap": swapped}
+        compiled = None if layout.backend is None else CompileConfig(mode="default", backend=layout.backend)
+        features = {"activation_checkpoint": recomputed, "activation_swap": swapped, "compile_config": compiled}
         self.model = build(setup, {**tiny_config(case.family), **case.config}, **features)
         assert (swap_of(self.model) is not None) == layout.swapping
+        start_compiling(self.model)
         self.loss_fn = case.loss(**case.arguments)
         self.loss_fn.bind_model(self.model, setup)
         self.contract = contract_of(self.loss_fn)

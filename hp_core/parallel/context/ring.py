@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from hp_core.parallel.context.sequence import SequenceSlice, sight
 
 
+@torch.compiler.disable(reason="keys and values travel meanwhile")  # type: ignore[untyped-decorator]
 def ring_attention(
     module: nn.Module,
     query: torch.Tensor,
