@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hp_core.allocator import keep_freed_memory
 from hp_core.checkpoint.retention import prune
 from hp_core.checkpoint.room import require_room
 from hp_core.checkpoint.tensors import model_tensors, optimizer_tensors
@@ -100,6 +101,8 @@ def _train(
     if "OMP_NUM_THREADS" not in os.environ and environment.launcher == "none":
         torch.set_num_threads(default_threads(1))
     with distributed(environment, config, digests(config)) as setup:
+        if setup.device.type == "cpu":
+            keep_freed_memory()
         replacer = ModuleReplacer(config.plan_overrides, plugins.hook.replace_module)
         planner = Planner(config.plan_overrides, plugins.hook.on_plan)
         setup = dataclasses.replace(setup, replacer=replacer, planner=planner)

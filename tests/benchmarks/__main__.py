@@ -9,7 +9,19 @@ import sys
 from importlib import import_module
 
 # A benchmark is a module with a docstring and `measure() -> dict`.
-NAMES = ("checkpoint", "chunked_loss", "data", "overhead", "plan", "replacement", "sft_vs_trl", "startup")
+NAMES = (
+    "bf16",
+    "checkpoint",
+    "chunked_loss",
+    "data",
+    "overhead",
+    "peers",
+    "plan",
+    "replacement",
+    "scaling",
+    "sft_vs_trl",
+    "startup",
+)
 
 
 def main() -> int:
