@@ -48,7 +48,7 @@ def shard_model(model: nn.Module, setup: DistributedSetup) -> None:
                 mesh=setup.fsdp_mesh,
                 reshard_after_forward=reshards and unit is not root,
                 mp_policy=policy or MixedPrecisionPolicy(),
-                shard_placement_fn=partial(_without_padding, num_shards=setup.fsdp_mesh.size(1)),
+                shard_placement_fn=partial(_without_padding, num_shards=setup.mesh["fsdp"].size()),
             )
         prefetch_blocks(root, units, setup.fsdp)
     for module in members_of(model):
@@ -66,7 +66,7 @@ def _without_padding(parameter: nn.Parameter, num_shards: int) -> Shard | None:
 
 def _shard_experts(model: nn.Module, setup: DistributedSetup, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Share each rank's own experts with the ranks that hold the same."""
-    shards = mesh["dp_replicate", "efsdp"]
+    shards = mesh["dp_replicate", "efsdp"] if setup.sizes.dp_replicate > 1 else mesh["efsdp"]
     spread = _spread(model)
     for experts in spread if spread or setup.sizes.pp > 1 else spread_experts(model, setup):
         fully_shard(
@@ -75,7 +75,7 @@ def _shard_experts(model: nn.Module, setup: DistributedSetup, mesh: DeviceMesh, 
             reshard_after_forward=_reshards(setup),
             # The block has cast its inputs already, and a router may weigh in fp32 on purpose.
             mp_policy=replace(policy, cast_forward_inputs=False),
-            shard_placement_fn=partial(_expert_shards, num_shards=mesh.size(1)),
+            shard_placement_fn=partial(_expert_shards, num_shards=mesh["efsdp"].size()),
         )
 
 

@@ -35,7 +35,8 @@ class DistributedSetup:
     the `replacer` of modules and the `planner` of sharding.
 
     `mesh` has the axes `pp`, `dp_replicate`, `fsdp` and `tp`; `fsdp`, over which parameters are sharded, is `dp_shard`
-    and `cp` together. `fsdp_mesh` has the two in the middle, and `cp_mesh` the ranks that share a sequence.
+    and `cp` together. `fsdp_mesh` has the two in the middle, or `fsdp` alone for a single copy, and `cp_mesh` the ranks
+    that share a sequence.
     `expert_mesh`, where experts are spread, takes the ranks of `fsdp` and `tp` apart: along `ep` they hold other
     experts, along `efsdp` shards of the same; its first axis is `dp_replicate`.
     `attempts` is what a run that was started over by its launcher knows of the attempts before.
@@ -242,7 +243,8 @@ def setup_of(
         backend=backend,
         sizes=sizes,
         mesh=mesh,
-        fsdp_mesh=mesh["dp_replicate", "fsdp"],
+        # Of one copy there is nobody to exchange sums of gradients with.
+        fsdp_mesh=mesh["dp_replicate", "fsdp"] if sizes.dp_replicate > 1 else mesh["fsdp"],
         cp_mesh=shared["cp"],
         host_group=host_group,
         accelerator=config.accelerator,

@@ -14,6 +14,7 @@ NAMES = (
     "checkpoint",
     "chunked_loss",
     "data",
+    "gpu",
     "overhead",
     "peers",
     "plan",

@@ -28,6 +28,7 @@ class Spec:
     weight_decay: float = 0.1
     log_every: int = 10
     bf16: bool = False
+    device: str = "cpu"
 
     def write(self, path: Path) -> Path:
         """The file that a contender reads."""
@@ -45,6 +46,14 @@ def model_of(spec: Spec) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**spec.model)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def finish(spec: Spec) -> None:
+    """Wait for what the device still has to do, so that a step's time is all of it."""
+    if spec.device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
 
 
 def rows_of(spec: Spec) -> Any:
@@ -82,15 +91,17 @@ def loop(spec: Spec) -> None:
 
     from tests.benchmarks.turns import Turn
 
-    model, rows = model_of(spec), rows_of(spec)
+    model, rows = model_of(spec).to(spec.device), rows_of(spec)
     optimizer = torch.optim.AdamW(groups_of(model, spec.weight_decay), lr=spec.lr, betas=(0.9, 0.95), fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine(spec))
-    loader = torch.utils.data.DataLoader(rows, batch_size=spec.rows_per_step, shuffle=True)
-    positions = torch.arange(rows.shape[1]).expand(spec.rows_per_step, -1)
+    pinned = spec.device == "cuda"
+    loader = torch.utils.data.DataLoader(rows, batch_size=spec.rows_per_step, shuffle=True, pin_memory=pinned)
+    positions = torch.arange(rows.shape[1], device=spec.device).expand(spec.rows_per_step, -1)
     turn, step = Turn(), 0
     while step < spec.num_steps:
-        for ids in loader:
-            with torch.autocast("cpu", torch.bfloat16, enabled=spec.bf16):
+        for batch in loader:
+            ids = batch.to(spec.device, non_blocking=True)
+            with torch.autocast(spec.device, torch.bfloat16, enabled=spec.bf16):
                 logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
             loss.backward()
@@ -99,6 +110,7 @@ def loop(spec: Spec) -> None:
             scheduler.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
+            finish(spec)
             turn.done(float(loss) if step % spec.log_every == 0 else None)
             if step == spec.num_steps:
                 break
@@ -114,14 +126,12 @@ def transformers_trainer(spec: Spec) -> None:
     turn = Turn()
 
     class Turns(TrainerCallback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.loss: float | None = None
-
         def on_log(self, *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
             if "loss" in logs:
                 losses.append(float(logs["loss"]))
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            finish(spec)
             turn.done(losses.pop() if losses else None)
 
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
@@ -141,7 +151,7 @@ def transformers_trainer(spec: Spec) -> None:
             logging_steps=spec.log_every,
             save_strategy="no",
             report_to="none",
-            use_cpu=True,
+            use_cpu=spec.device == "cpu",
             disable_tqdm=True,
             bf16=spec.bf16,
         )

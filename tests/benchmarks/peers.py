@@ -49,7 +49,7 @@ training:
   global_batch_size: {rows_per_step}
   micro_batch_size: {rows_per_step}
   log_every: {log_every}
-  device: cpu
+  device: {device}
 checkpoint: {{save_last: false}}
 evaluation: {{at_end: false}}
 """
@@ -99,7 +99,8 @@ def write_recipe(folder: Path, spec: Spec) -> Path:
     """The recipe of the same work."""
     model = f"pretrained: {spec.model}" if isinstance(spec.model, str) else f"config: {spec.model}"
     values = {
-        name: getattr(spec, name) for name in ("rows", "lr", "warm_up", "num_steps", "rows_per_step", "log_every")
+        name: getattr(spec, name)
+        for name in ("rows", "lr", "warm_up", "num_steps", "rows_per_step", "log_every", "device")
     }
     path = folder / "recipe.yaml"
     path.write_text(RECIPE.format(model=model, **values))

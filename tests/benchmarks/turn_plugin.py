@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from hp_core.hookspecs import hookimpl
 from tests.benchmarks.turns import Turn
 
@@ -19,6 +21,8 @@ def on_train_start(run: Any) -> None:
 @hookimpl
 def on_step_end(run: Any, step: int) -> None:
     for turn in _turns:
+        if run.setup.device.type == "cuda":
+            torch.cuda.synchronize()
         # Another step's is still there where this one was not logged.
         turn.done(run.metrics.get("loss") if run.metrics.get("step") == step else None)
 

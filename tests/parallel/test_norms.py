@@ -72,7 +72,9 @@ def norms_on(environment: ProcessEnvironment, name: str) -> dict[str, tuple[floa
     sections = {"accelerator": AcceleratorConfig(**mesh.accelerator), "fsdp": FsdpConfig(**mesh.fsdp)}
     with tiny_setup(environment, **sections) as setup:
         nine = mesh.placed(setup, torch.tensor([[2.0, 0.0], [2.0, 1.0]]))
-        sixteen = distribute_tensor(torch.tensor([4.0]), setup.fsdp_mesh, EVERYWHERE, src_data_rank=None)
+        sixteen = distribute_tensor(
+            torch.tensor([4.0]), setup.mesh["dp_replicate", "fsdp"], EVERYWHERE, src_data_rank=None
+        )
         # 4 x 4 of 5 is 20.
         twenty = mesh.placed(setup, torch.full((4, 4), 5.0))
         shared = mesh.placed(setup, torch.full((4, 3), 3.0**0.5))

@@ -89,7 +89,7 @@ def layout_on_ranks(environment, config):
         model = build(setup, config)
         return {
             name: (
-                one.placements[-1] if isinstance(one, DTensor) and one.device_mesh.ndim == 3 else None,
+                one.placements[-1] if isinstance(one, DTensor) and one.device_mesh.ndim == 2 else None,
                 one.to_local().numel(),
             )
             for name, one in model.named_parameters()

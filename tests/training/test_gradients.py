@@ -95,7 +95,7 @@ def on_tensor_ranks(environment):
     with tiny_setup(environment, accelerator=AcceleratorConfig(tp_size=2)) as setup:
         both = setup.mesh["dp_replicate", "fsdp", "tp"]
         sharded = distribute_tensor(torch.tensor([[2.0, 2.0], [2.0, 2.0]]), both, [Replicate(), Shard(0), Shard(1)])
-        by_data = distribute_tensor(torch.tensor([5.0, 0.0]), setup.fsdp_mesh, [Replicate(), Shard(0)])
+        by_data = distribute_tensor(torch.tensor([5.0, 0.0]), both["fsdp"], [Shard(0)])
         on_all = distribute_tensor(torch.tensor([8.0]), both, [Replicate(), Shard(0), Replicate()])
         return norm_and_count(parameters_with(sharded, by_data, on_all), torch.tensor(0), setup)
 
