@@ -26,6 +26,7 @@ from hp_core.parallel.expert.experts import spread_experts
 from hp_core.parallel.fsdp import shard_model
 from hp_core.parallel.images import join_images, sees_images
 from hp_core.parallel.pipeline.runner import Pipeline, members_of
+from hp_core.parallel.plan.activations import Activations
 from hp_core.parallel.plan.planner import Planner
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.parallel.tensor.apply import apply_plan
@@ -102,12 +103,10 @@ def finish_model(
     setup = distributed_setup
     replaced = replace_modules(model, setup)
     compilation = None if compile_config is None else Compilation.of(model, compile_config, setup)
-    recomputed = [] if activation_checkpoint is None else checkpoint_activations(model, activation_checkpoint)
-    if activation_swap is not None:
-        swap_activations(model, activation_swap, setup.device, recomputed)
+    activations = _spare(model, setup, activation_checkpoint, activation_swap)
     if sees_images(model):
         join_images(model, setup)
-    plan = (setup.planner or Planner()).prepare(model, setup)
+    plan = (setup.planner or Planner()).prepare(model, setup, activations)
     if setup.sizes.cp > 1:
         use_context_attention(model, setup)
     if plan.tensors is not None:
@@ -134,6 +133,12 @@ def finish_model(
         require_same_when_cut(model, setup)
     if compilation is not None:
         compilation.install(model)
+
+
+def _spare(model: PreTrainedModel, setup: DistributedSetup, checkpointing: Any, swapping: Any) -> Activations:
+    recomputed = [] if checkpointing is None else checkpoint_activations(model, checkpointing)
+    swapped = [] if swapping is None else swap_activations(model, swapping, setup.device, recomputed)
+    return Activations("off" if checkpointing is None else checkpointing.mode, tuple(recomputed), tuple(swapped))
 
 
 def _skeleton(

@@ -15,6 +15,7 @@ NAMES = (
     "chunked_loss",
     "data",
     "gpu",
+    "memory",
     "overhead",
     "peers",
     "plan",

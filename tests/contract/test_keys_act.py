@@ -320,6 +320,8 @@ def on_host(bench: Bench, *overrides: str) -> int:
 
 def swaps_less(bench: Bench) -> bool:
     one_layer = on_host(bench, "--activation_swap.modules=[model.layers.1]")
+    plan = plan_of(bench.tmp_path / f"run{bench.count}")
+    assert plan["activations"] == {"mode": "off", "recomputed": [], "swapped": ["model.layers.1"]}
     return 0 < one_layer < on_host(bench)
 
 

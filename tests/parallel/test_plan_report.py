@@ -6,10 +6,12 @@ import json
 
 import pytest
 
+from hp_core.cli.main import main
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig
 from hp_core.parallel.plan.exchange import Settings
 from hp_core.parallel.plan.model_plan import plan_model
 from hp_core.parallel.sizes import ParallelSizes
+from tests.e2e.runs import recipe
 from tests.parallel.test_plan_contract import skeleton
 
 # Of tiny llama: projections of 32 x 32 and 16 x 32, three of the MLP and two norms; embedding, head and the last norm.
@@ -125,3 +127,15 @@ def test_a_pipeline_rank_holds_its_layers_and_its_end():
     tied = plan_model(skeleton("llama_tied"), ParallelSizes(pp=2), settings=settings)
     assert [tied.local_parameters(rank) for rank in range(2)] == [LAYER + 96 * 32, LAYER + 96 * 32 + 32]
     assert list(tied.layout.by_rank) == [tied.local_parameters(rank) for rank in range(2)]
+
+
+def test_a_run_tells_what_becomes_of_its_activations(tmp_path, capsys):
+    features = ["--activation_checkpoint.mode=every_n", "--activation_checkpoint.n=2", "--activation_swap.mode=host"]
+    path = recipe(tmp_path)
+    assert main([str(path), *features]) == 0
+    said = capsys.readouterr().out
+    assert "activations: those of model.layers.1 are computed again (every_n)" in said
+    assert "activations: those of 2 modules are kept on the host" in said
+    layers = ["model.layers.0", "model.layers.1"]
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["activations"] == {"mode": "every_n", "recomputed": layers[1:], "swapped": layers}

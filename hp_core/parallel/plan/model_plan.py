@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hp_core.config.plan_override import PlanOverride
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.expert.experts import experts_of
+from hp_core.parallel.plan.activations import NOTHING_SPARED, Activations
 from hp_core.parallel.plan.boundary import Boundary, ShardingPlan
 from hp_core.parallel.plan.contract import contracts_of, experts_kept_whole
 from hp_core.parallel.plan.derive import derive_plan
@@ -35,7 +36,8 @@ class ModelPlan:
     """How a model lies on the ranks of these sizes, and what they exchange. Data alone: nothing is applied yet.
 
     `tensors` is what tensor ranks share, None where there is one; `experts` are the modules whose experts are spread,
-    `exchanges` what ranks of the other axes send each other, and `stages` those of a pipeline.
+    `exchanges` what ranks of the other axes send each other, and `stages` those of a pipeline. `activations` is what
+    becomes of those, on any number of ranks.
     """
 
     sizes: ParallelSizes
@@ -44,6 +46,7 @@ class ModelPlan:
     experts: tuple[str, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     stages: tuple[StagePlan, ...] = ()
+    activations: Activations = NOTHING_SPARED
 
     @property
     def total_parameters(self) -> int:
@@ -73,6 +76,7 @@ class ModelPlan:
                 for index, one in enumerate(self.stages)
             ]
         lines += exchange_lines(exchanges)
+        lines += self.activations.lines() if fqn is None else ()
         if not lines:
             raise KeyError(f"no boundary {fqn!r}")
         return "\n".join(lines)
@@ -96,6 +100,7 @@ class ModelPlan:
             "stages": [asdict(one) for one in self.stages],
             "boundaries": [_boundary(one) for one in boundaries],
             "exchanges": [asdict(one) for one in self.exchanges],
+            "activations": self.activations.as_dict(),
         }
 
     def local_parameters(self, rank: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hp_core.config.plan_override import PlanOverride
 from hp_core.errors import InputError, Problem
 from hp_core.parallel.injection import Injection, inject
+from hp_core.parallel.plan.activations import Activations
 from hp_core.parallel.plan.exchange import Settings
 from hp_core.parallel.plan.model_plan import ModelPlan, plan_model
 
@@ -30,8 +31,12 @@ class Planner:
     plan: ModelPlan | None = None
     injections: tuple[Injection, ...] = ()
 
-    def prepare(self, model: PreTrainedModel, setup: DistributedSetup) -> ModelPlan:
+    def prepare(
+        self, model: PreTrainedModel, setup: DistributedSetup, activations: Activations | None = None
+    ) -> ModelPlan:
         """Plan `model`, on meta with its modules replaced, show the plan, and put the user's code into the model.
+
+        `activations` is what has been done about those.
 
         Raises:
             InputError: see `plan_model` and `inject`; or a plugin refuses the plan.
@@ -42,6 +47,7 @@ class Planner:
             self.overrides,
             Settings(setup.accelerator, setup.fsdp, setup.precision),
         )
+        plan = replace(plan, activations=activations or plan.activations)
         if self.on_plan is not None:
             self.on_plan(plan=plan)
         injections = inject(model, self.overrides, setup)
@@ -50,9 +56,11 @@ class Planner:
         return plan
 
     def lines(self) -> Iterator[str]:
-        """Yield what the run's console is told: what a rank holds, and the user's code that was put in."""
+        """Yield what the run's console is told: what a rank holds and keeps, and the user's code that was put in."""
         if self.plan is not None and self.plan.sizes.world > 1:
             yield self.plan.summary()
+        if self.plan is not None:
+            yield from self.plan.activations.lines()
         yield from map(str, self.injections)
 
     def require_applied(self) -> None:
