@@ -121,7 +121,8 @@ class FsdpConfig(Section):
     reshard_after_forward: bool | None = Field(
         None,
         description="Free a layer's gathered parameters after its forward pass and gather them again for backward. "
-        "Null does, except with pipeline ranks, whose many micro-batches would gather them again each time.",
+        "Null does, except with pipeline ranks, whose many micro-batches would gather them again each time, and where "
+        "a rank holds all parameters.",
     )
     forward_prefetch: int = Field(
         0, ge=0, description="Layers gathered ahead of the one that runs in the forward pass, at the cost of memory."

@@ -35,7 +35,7 @@ def shard_model(model: nn.Module, setup: DistributedSetup) -> None:
         return
     if setup.expert_mesh is not None:
         _shard_experts(model, setup, setup.expert_mesh, policy or MixedPrecisionPolicy())
-    pipeline, reshards = pipeline_of(model), _reshards(setup)
+    pipeline, reshards = pipeline_of(model), _reshards(setup, setup.mesh["fsdp"].size())
     if pipeline is not None:
         # All ranks refuse what is too much for one of them.
         require_depths(setup.fsdp, min(map(len, pipeline.split)), "the smallest stage")
@@ -72,16 +72,17 @@ def _shard_experts(model: nn.Module, setup: DistributedSetup, mesh: DeviceMesh, 
         fully_shard(
             experts,
             mesh=shards,
-            reshard_after_forward=_reshards(setup),
+            reshard_after_forward=_reshards(setup, mesh["efsdp"].size()),
             # The block has cast its inputs already, and a router may weigh in fp32 on purpose.
             mp_policy=replace(policy, cast_forward_inputs=False),
             shard_placement_fn=partial(_expert_shards, num_shards=mesh["efsdp"].size()),
         )
 
 
-def _reshards(setup: DistributedSetup) -> bool:
+def _reshards(setup: DistributedSetup, num_shards: int) -> bool:
     written = setup.fsdp.reshard_after_forward
-    return setup.sizes.pp == 1 if written is None else written
+    # Of a rank that holds all parameters nothing is gathered, but what is cast would be cast again.
+    return setup.sizes.pp == 1 and num_shards > 1 if written is None else written
 
 
 def _spread(model: nn.Module) -> list[nn.Module]:

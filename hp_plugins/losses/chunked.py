@@ -139,9 +139,12 @@ def _sums(
         weights = None if weights is None else weights.index_select(0, learnt)
         others = tuple(one.index_select(0, learnt) for one in others)
     weights = None if weights is None else weights.to(dtype)
+    factors = (rows, weight)
     if weight.device.type == "cpu":
-        # Products of a CPU accumulate and end in the dtype of their factors.
+        # Products of a CPU end in the dtype of their factors. Logits are exact; their derivative is rounded anyway.
         rows, weight = rows.to(dtype), weight.to(dtype)
+        if factors[0].dtype != factors[1].dtype:
+            factors = (rows, weight)
     gradients = _Gradients(
         torch.empty(rows.shape, dtype=dtype, device=rows.device) if needed[0] else None,
         torch.zeros(weight.shape, dtype=dtype, device=rows.device) if needed[1] else None,
@@ -165,7 +168,7 @@ def _sums(
         )
         if any(needed):
             loss.transform.pull_back_(logits, slope)
-            _add(gradients, chunk, logits, some, weight, wide)
+            _add(gradients, chunk, logits, *factors)
     if learnt is not None and gradients.hidden is not None:
         spread = torch.zeros(hidden.shape, dtype=dtype, device=rows.device).index_copy_(0, learnt, gradients.hidden)
         gradients = _Gradients(spread, gradients.weight, gradients.bias)
@@ -173,18 +176,22 @@ def _sums(
 
 
 def _add(
-    gradients: _Gradients,
-    chunk: slice,
-    derivative: torch.Tensor,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    wide: dict[str, Any],
+    gradients: _Gradients, chunk: slice, derivative: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor
 ) -> None:
-    """Add what a chunk gives, where `derivative` is by the outputs of the head."""
+    """Add what a chunk gives, where `derivative` is by the outputs of the head; products are of the factors' dtype."""
     if gradients.bias is not None:
         gradients.bias.add_(derivative.sum(0))
-    factor = derivative.to(weight.dtype)
+    factor, some = derivative.to(weight.dtype), rows[chunk]
+    # In fp32 or float64, `out_dtype` is for factors of fewer bits, and a CPU has none.
+    narrow = weight.dtype != derivative.dtype
+    wide: dict[str, Any] = {"out_dtype": derivative.dtype} if narrow and weight.device.type != "cpu" else {}
+    if narrow and not wide:
+        if gradients.hidden is not None:
+            gradients.hidden[chunk] = torch.mm(factor, weight)
+        if gradients.weight is not None:
+            gradients.weight.add_(torch.mm(factor.t(), some))
+        return
     if gradients.hidden is not None:
         torch.mm(factor, weight, out=gradients.hidden[chunk], **wide)
     if gradients.weight is not None:
-        torch.addmm(gradients.weight, factor.t(), rows, out=gradients.weight, **wide)
+        torch.addmm(gradients.weight, factor.t(), some, out=gradients.weight, **wide)
