@@ -103,8 +103,9 @@ class Swap:
         self.last: Callable[[], Region | None] = _nothing
         self.leaving: Callable[[], Region | None] = _nothing
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Swap:
-        return Swap(self.transfer.device)
+    def __reduce__(self) -> tuple[type[Swap], tuple[torch.device]]:
+        """For a copy of the model, or a model on disk: another, in which nothing has run."""
+        return Swap, (self.transfer.device,)
 
     @property
     def host_bytes(self) -> int:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from hp_core.config.models import MixedPrecisionConfig
 from hp_core.model.activation_swap import swap_of
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.parallel.tiny import tiny_setup
@@ -31,9 +32,9 @@ def test_on_one_process_they_are_the_same_to_the_last_bit(mode: str) -> None:
     assert all(torch.equal(found.gradients[name], one) for name, one in alone().gradients.items())
 
 
-def bytes_on_host(environment: ProcessEnvironment) -> int:
+def bytes_on_host(environment: ProcessEnvironment, param_dtype: str | None) -> int:
     """What swapping holds of the whole batch's forward pass on one rank."""
-    with tiny_setup(environment) as setup:
+    with tiny_setup(environment, precision=MixedPrecisionConfig(param_dtype=param_dtype)) as setup:
         trial = Trial(setup, case(), Layout(swapping=True))
         batch = trial.case.batch()
         loss = trial.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.sum()
@@ -45,7 +46,8 @@ def bytes_on_host(environment: ProcessEnvironment) -> int:
         return found
 
 
-def test_parameters_that_fsdp_gathers_stay_where_they_are() -> None:
-    (one,) = run_ranks(bytes_on_host, 1, preload=WITH_FAMILIES)
-    assert run_ranks(bytes_on_host, 2, preload=WITH_FAMILIES) == [one, one]
+@pytest.mark.parametrize("param_dtype", [None, "bfloat16"])
+def test_parameters_that_fsdp_gathers_stay_where_they_are(param_dtype: str | None) -> None:
+    (one,) = run_ranks(bytes_on_host, 1, param_dtype, preload=WITH_FAMILIES)
+    assert run_ranks(bytes_on_host, 2, param_dtype, preload=WITH_FAMILIES) == [one, one]
     assert one > 0

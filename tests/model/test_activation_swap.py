@@ -1,5 +1,6 @@
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -132,6 +133,15 @@ def test_nothing_is_renamed_and_a_copy_runs_and_swaps_by_itself(model: Any) -> N
     assert not any(one.any() for one in gradients.values())
     assert kept.host > 0
     assert swap_of(twin) is not swap_of(other)
+
+
+def test_a_model_goes_through_a_file() -> None:
+    module = nn.Sequential(nn.Linear(4, 3))
+    swap_activations(module, ActivationSwapConfig(mode="host", modules=["0"]), CPU)
+    module(given(2, 4)).sum().backward()
+    other = pickle.loads(pickle.dumps(module))
+    kept, _ = saved_bytes(other, lambda: other(given(2, 4)).sum())
+    assert kept.host == 4 * 2 * 4
 
 
 def test_without_gradients_nothing_is_copied(model: Any) -> None:
