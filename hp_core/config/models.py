@@ -10,6 +10,7 @@ from pydantic import Field
 from hp_core.config.base import Conflict, Section
 from hp_core.config.checkpoint import CheckpointConfig, metric_conflicts
 from hp_core.config.compile import CompileConfig, compile_conflicts
+from hp_core.config.debug import DebugConfig, debug_conflicts
 from hp_core.config.launch import LaunchConfig
 from hp_core.config.memory import ActivationCheckpointConfig, ActivationSwapConfig, checkpoint_conflicts
 from hp_core.config.plan_override import PlanOverride
@@ -225,12 +226,10 @@ class TrainerConfig(Section):
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save, and where to start from.")
     trackers: list[Target] = Field([], description="Where metrics go besides the run's own files.")
     profiler: ProfilerConfig = Field(ProfilerConfig(), description="Steps of which a trace is written.")
+    debug: DebugConfig = Field(DebugConfig(), description="Checks that find faults, at the cost of speed.")
     launch: LaunchConfig = Field(LaunchConfig(), description="Processes to start when nothing else starts them.")
 
-    LATER: ClassVar[tuple[str, ...]] = (
-        "peft",
-        "debug",
-    )
+    LATER: ClassVar[tuple[str, ...]] = ("peft",)
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
@@ -239,6 +238,7 @@ class TrainerConfig(Section):
         yield from checkpoint_conflicts(values)
         yield from profiler_conflicts(values)
         yield from compile_conflicts(values)
+        yield from debug_conflicts(values)
 
     def model_features(self) -> dict[str, Section | None]:
         """Return what a model builder is asked for beside the model, by the name of its argument; None is nothing."""

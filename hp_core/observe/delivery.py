@@ -92,7 +92,9 @@ class Delivery:
             self._thread.start()
         self._thread.join(self._patience.close)
         if self._thread.is_alive():
-            self._note("left", f" has not come to its end within {self._patience.close:g} s, and is left alone")
+            what = f"has not come to its end within {self._patience.close:g} s"
+            self._error = self._error or what
+            self._note("left", f" {what}, and is left alone")
         if lost := self._num_taken - self._num_logged:
             self._note("lost", f": {lost:,} of {self._num_taken:,} rows are lost; {METRICS_FILE} has them")
         self._tell()

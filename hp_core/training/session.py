@@ -53,6 +53,7 @@ from hp_core.plugins import load_plugins, names_of, provenance
 from hp_core.training.base import BaseTrainer
 from hp_core.training.beginning import Beginning, unheeded
 from hp_core.training.compiling import CompileWatch
+from hp_core.training.debugging import Debugging
 from hp_core.training.defaults import DefaultHooks
 from hp_core.training.profiling import Profiling, require_profile
 from hp_core.training.protocols import parts_of
@@ -134,6 +135,8 @@ def _of_the_run(config: TrainerConfig) -> Iterator[object]:
         yield Profiling(config.profiler)
     if config.compile.mode != "off":
         yield CompileWatch()
+    if config.debug.is_on:
+        yield Debugging(config.debug)
 
 
 def _release_lock(run: Run) -> None:

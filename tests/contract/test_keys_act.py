@@ -23,6 +23,7 @@ from hp_core.config.base import Section, section_in
 from hp_core.config.models import TrainerConfig
 from hp_core.config.signature import Signature
 from hp_core.observe.trackers import read_metrics
+from tests.conftest import ROOT
 from tests.contract.chats import CHAT_KEYS, chats
 from tests.contract.images import IMAGE_KEYS
 from tests.contract.launches import LAUNCH_KEYS
@@ -514,6 +515,9 @@ def trace_says(text: str, *overrides: str) -> Callable[[Bench], bool]:
     return lambda bench: text in traced(bench, *overrides) and text not in traced(bench)
 
 
+ROOT_LOSS = ("--debug.detect_anomaly=true", "--loss_fn={_target_: tests.e2e.parts.RootLoss}")
+
+
 def at_end(bench: Bench) -> bool:
     return (bench.run().evaluations(), bench.run("--evaluation.at_end=false").evaluations()) == ([2], [])
 
@@ -844,6 +848,13 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "profiler.memory_snapshot": says(
         "only CUDA's allocator", "--profiler={start_step: 1, memory_snapshot: true}", "--training.device=cpu", code=2
     ),
+    "debug.check_outputs": says(
+        "model.layers.0.self_attn (LlamaAttention): its output[0] is not finite",
+        "--debug.check_outputs=true",
+        f"--plugins=[{ROOT / 'tests' / 'e2e' / 'overflows.py'}]",
+        code=1,
+    ),
+    "debug.detect_anomaly": says("Function 'MulBackward0' returned nan values", *ROOT_LOSS, code=1),
     # Sections that name a component: naming another one acts.
     "trainer": says("no trainer component is named 'nothing'", "--trainer=nothing", code=2),
     "model": pretrained,
@@ -1074,6 +1085,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("keys"))
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in MulBackward0")
 @pytest.mark.parametrize("key", KEYS)
 def test_the_key_acts(bench, key):
     assert KEYS[key](bench)

@@ -276,3 +276,16 @@ class UnclosableTracker:
 
     def close(self) -> None:
         raise OSError("no room for the log")
+
+
+class RootLoss(nn.Module):
+    """A loss that is finite, and whose gradient, 0 times that of a root at 0, is NaN from the `call`-th call on."""
+
+    def __init__(self, call: int = 3) -> None:
+        super().__init__()
+        self.call, self.count = call, 0
+
+    def forward(self, *, model_output: Any, labels: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        factor = 0.0 if self.count >= self.call else 1.0
+        return model_output.loss + (model_output.logits.square().sum() * factor).sqrt() * 1e-6

@@ -121,6 +121,7 @@ def test_a_tracker_that_hangs_stalls_nobody_and_is_told():
         "t has not come to its end within 0.02 s, and is left alone",
         "t: 3 of 3 rows are lost; metrics.jsonl has them",
     ]
+    assert reports[-1][1] == {"rows": 3, "logged": 0, "error": "has not come to its end within 0.02 s"}
     free.set()
     wait_for(lambda: sink.calls == ["close"])
 
