@@ -30,15 +30,15 @@ class Turn:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(os.environ[_SOCKET])
         self._in, self._out = self._socket.makefile("r"), self._socket.makefile("w")
-        self._began = time.perf_counter()
+        self._began, self._cpu = time.perf_counter(), time.process_time()
 
     def done(self, loss: float | None = None) -> None:
         """Say that a step has ended, with its loss if that is at hand, and wait for the next turn."""
-        seconds = time.perf_counter() - self._began
-        self._write(json.dumps({"seconds": seconds, "loss": loss}))
+        seconds, cpu = time.perf_counter() - self._began, time.process_time() - self._cpu
+        self._write(json.dumps({"seconds": seconds, "cpu": cpu, "loss": loss}))
         if not self._in.readline():
             raise SystemExit("the benchmark has ended")
-        self._began = time.perf_counter()
+        self._began, self._cpu = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
         """Say that there are no more steps; the process ends without waiting for anyone."""
@@ -51,10 +51,14 @@ class Turn:
 
 @dataclass
 class Timing:
-    """What one contender took: seconds from its start to the end of its first step, and of each step."""
+    """What one contender took: seconds from its start to the end of its first step, and of each step after it.
+
+    `cpu` are the processor seconds of its main process in each step, which depend less on what else runs.
+    """
 
     start: float = 0.0
     steps: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
 
 
@@ -87,6 +91,7 @@ def alternate(commands: Mapping[str, Sequence[str]], env: Mapping[str, str] | No
                     going.remove(name)
                 else:
                     found[name].steps.append(step["seconds"])
+                    found[name].cpu.append(step["cpu"])
                     found[name].losses.append(step["loss"])
     finally:
         for one in running.values():
@@ -101,11 +106,13 @@ def alternate(commands: Mapping[str, Sequence[str]], env: Mapping[str, str] | No
 def ratios(found: Mapping[str, Timing], ours: str, num_warm_up: int) -> dict[str, dict[str, float]]:
     """How many times as fast as each other contender ours is, by medians of all steps and as the median of pairs."""
     steps = {name: one.steps[num_warm_up:] for name, one in found.items()}
+    cpu = {name: median(one.cpu[num_warm_up:]) for name, one in found.items()}
     return {
         name: {
             "of_medians": round(median(theirs) / median(steps[ours]), 4),
             "median_of_pairs": round(median(b / a for a, b in zip(steps[ours], theirs, strict=True)), 4),
             "of_fastest": round(min(theirs) / min(steps[ours]), 4),
+            "of_processor_time": round(cpu[name] / cpu[ours], 4),
         }
         for name, theirs in steps.items()
         if name != ours
