@@ -44,13 +44,14 @@ class Compiler:
     """What compiles the modules of a model; all of them share one, so that equal modules share their code.
 
     `names` are the FQNs of the modules of this rank, `failures` what could not be compiled, each with the module that
-    met it first, and `running` is the module that is being called. Until `is_on`, modules run as they are written: what
-    is tried before training has other lengths than what is trained on.
+    met it first, `num_graphs` how many graphs were, and `running` is the module that is being called. Until `is_on`,
+    modules run as they are written: what is tried before training has other lengths than what is trained on.
     """
 
     config: CompileConfig
     names: list[str] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
+    num_graphs: int = 0
     running: str = ""
     is_on: bool = False
 
@@ -61,12 +62,14 @@ class Compiler:
         a rank that falls back alone is only later than the others, and computes the same.
         """
         try:
-            return self._compiled(graph, inputs, **options)
+            compiled = self._compiled(graph, inputs, **options)
         except Exception as error:
             if self.config.on_failure == "stop":
                 raise
             self.failures.setdefault(_told(error), self.running)
             return graph.forward
+        self.num_graphs += 1
+        return compiled
 
     def _compiled(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         if self.config.backend != "inductor":

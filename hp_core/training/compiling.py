@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from hp_core.training.run import Run
 _TORCH = str(Path(torch.__file__).parent)
 # torch remembers 64 compilations, and a step may have more.
 _NUM_REMEMBERED = 256
-_EXPLAINED = "Explanation: "
+_EXPLAINED, _ADDRESS = "Explanation: ", re.compile(" at 0x[0-9a-f]+")
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Compilations:
 
     def __post_init__(self) -> None:
         dynamo.set_compilation_metrics_limit(_NUM_REMEMBERED)
-        self._before = _counts()
+        self._before = self._counts()
         self._num_breaks = len(dynamo.graph_break_reasons)
         self._remembered = dynamo.get_compilation_metrics()
 
@@ -70,9 +71,17 @@ class Compilations:
         elif reason:
             self.recompiled[reason] += 1
 
+    def _counts(self) -> Mapping[str, int]:
+        inductor = dynamo.counters["inductor"]
+        return {
+            "graphs": self.compiler.num_graphs,
+            "from_cache": inductor["fxgraph_cache_hit"],
+            "not_in_cache": inductor["fxgraph_cache_miss"],
+        }
+
     def facts(self) -> dict[str, Any]:
         """The same for a run's manifest."""
-        counts = {name: number - self._before[name] for name, number in _counts().items()}
+        counts = {name: number - self._before[name] for name, number in self._counts().items()}
         return {
             "modules": len(self.compiler.names),
             **counts,
@@ -161,19 +170,10 @@ def _say(line: str, run: Run) -> None:
         print(f"rank {run.setup.rank}: {line}", file=sys.stderr, flush=True)
 
 
-def _counts() -> Mapping[str, int]:
-    counters = dynamo.counters
-    return {
-        "graphs": counters["stats"]["unique_graphs"],
-        "from_cache": counters["inductor"]["fxgraph_cache_hit"],
-        "not_in_cache": counters["inductor"]["fxgraph_cache_miss"],
-    }
-
-
 def _place_and_reason(one: GraphCompileReason) -> str:
     """The innermost line that is not torch's own, and what torch says of it."""
     own = [frame for frame in one.user_stack if not frame.filename.startswith(_TORCH)]
     place = f"{own[-1].filename}:{own[-1].lineno}" if own else "a place in torch"
     lines = [line.strip() for line in one.reason.splitlines()]
     explained = [line.removeprefix(_EXPLAINED) for line in lines if line.startswith(_EXPLAINED)]
-    return f"{place}: {(explained or lines)[0]}"
+    return f"{place}: {_ADDRESS.sub('', (explained or lines)[0])}"

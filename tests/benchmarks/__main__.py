@@ -13,6 +13,7 @@ NAMES = (
     "bf16",
     "checkpoint",
     "chunked_loss",
+    "compile",
     "data",
     "gpu",
     "memory",

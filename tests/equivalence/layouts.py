@@ -153,6 +153,10 @@ def _all_steps(environment: ProcessEnvironment, cases: Sequence[Case], layout: L
         return [Trial(setup, case, layout).steps() for case in cases]
 
 
+def _compile_config(backend: str) -> CompileConfig:
+    return CompileConfig(mode="default", backend=backend, on_failure="eager")
+
+
 class Trial:
     """A case's model on these ranks, and what the engine does with it."""
 
@@ -161,7 +165,7 @@ class Trial:
         setup = dataclasses.replace(setup, planner=Planner(case.overrides))
         recomputed = None if layout.checkpointing == "off" else ActivationCheckpointConfig(mode=layout.checkpointing)
         swapped = ActivationSwapConfig(mode="host") if layout.swapping else None
-        compiled = None if layout.backend is None else CompileConfig(mode="default", backend=layout.backend)
+        compiled = None if layout.backend is None else _compile_config(layout.backend)
         features = {"activation_checkpoint": recomputed, "activation_swap": swapped, "compile_config": compiled}
         self.model = build(setup, {**tiny_config(case.family), **case.config}, **features)
         assert (swap_of(self.model) is not None) == layout.swapping

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._dynamo import lookup_backend
+from torch._dynamo.backends.registry import register_backend
 
 from hp_core.model.compile import compiler_of
 from hp_core.parallel.environment import ProcessEnvironment
@@ -111,6 +113,24 @@ def test_what_can_not_be_compiled_is_told_and_the_rest_is_compiled(name: str) ->
     assert place in told.partition(": ")[0]
     # Of a layer, what is before and what is after, and no more however many there are.
     assert 2 <= facts["graphs"] <= 5
+
+
+def step_that_one_can_not_compile(environment: ProcessEnvironment) -> Outcome:
+    @register_backend(name="fails_on_the_last")
+    def fails(graph: Any, inputs: Any) -> Any:
+        if environment.rank == environment.world_size - 1:
+            raise NotImplementedError("no code here")
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    return step(environment, case(), on(environment.world_size, SP2, backend="fails_on_the_last"), "")
+
+
+def test_a_rank_that_alone_runs_layers_as_they_are_written_computes_with_the_others() -> None:
+    by_rank = run_ranks(step_that_one_can_not_compile, 2, timeout=200.0, preload=(*WITH_FAMILIES, __name__))
+    assert_same(Found(*_merged([found for found, _ in by_rank])), alone())
+    assert [facts["graphs"] for _, facts in by_rank] == [1, 0]
+    failures = {"NotImplementedError: no code here": "model.layers.0"}
+    assert [facts["failures"] for _, facts in by_rank] == [{}, failures]
 
 
 INDUCTOR = {

@@ -9,11 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hp_core.config.compile import CompileConfig
 from hp_core.errors import InputError
+from hp_core.model.compile import start_compiling
 from hp_core.model.export import export_model
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.testing.models import COMMON
 from hp_core.testing.ranks import run_ranks
+from hp_core.training.compiling import Compilations
 from tests.model.replacement.rules import IDS, apply, checkpoint, logits, replacing, rule, skeleton
 from tests.model.tiny import DEEPSEEK_V3, GPT2, LLAMA, QWEN3_MOE, build, whole
 
@@ -80,6 +83,38 @@ def test_keys_shapes_types_and_gradients_wanted_are_those_of_the_plain_model(cas
     assert facts[0] == facts[1]
     assert list(model.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in model.named_buffers()] == [name for name, _ in plain.named_buffers()]
+
+
+# As in tests/model/test_compile.py.
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("case", RULES)
+def test_compiled_it_computes_the_same(case: str) -> None:
+    config, rules = rules_of(case)
+    asked = CompileConfig(mode="default", backend="aot_eager")
+    torch._dynamo.reset()
+    with replacing(*rules) as setup:
+        plain = build(setup, config)
+    with replacing(*rules) as setup:
+        model = build(setup, config, compile_config=asked)
+    compiler = start_compiling(model)
+    assert compiler is not None
+    compilations = Compilations(compiler)
+    wanted, found = (_gradients(one) for one in (plain, model))
+    compilations.read()
+    facts = compilations.facts()
+    assert (facts["modules"], facts["failures"]) == (len(model.model.layers), {})
+    # torch compiles grouped products of bf16 alone.
+    broken = [place for place in facts["graph_breaks"] if "grouped products" not in place]
+    assert (broken, bool(facts["graph_breaks"])) == ([], "grouped_experts" in str(RULES[case]) or case == "family")
+    assert facts["graph_breaks"] or facts["graphs"] == 1
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert float((found[name] - gradient).abs().max()) <= 1e-5 * float(gradient.abs().max()), name
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    model(input_ids=IDS, use_cache=False).logits.square().mean().backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
 def _sharded(environment: ProcessEnvironment, case: str, hf: str, out: str) -> dict[str, Any]:
