@@ -33,6 +33,7 @@ def checked_recipe(
     Raises `InputError` with every problem.
     """
     from hp_core.config.loader import examine
+    from hp_core.config.peft import missing_library
     from hp_core.parallel.known import full_config
     from hp_core.parallel.sizes import check_sizes
 
@@ -44,6 +45,8 @@ def checked_recipe(
         raise InputError(found.problems)
     try:
         config = found.recipe.config
+        if problem := missing_library(config.peft):
+            raise InputError(problem)
         check_sizes(
             config, world_size or config.launch.num_processes, full_config(config.model) if with_class else None
         )

@@ -13,6 +13,7 @@ from hp_core.config.compile import CompileConfig, compile_conflicts
 from hp_core.config.debug import DebugConfig, debug_conflicts
 from hp_core.config.launch import LaunchConfig
 from hp_core.config.memory import ActivationCheckpointConfig, ActivationSwapConfig, checkpoint_conflicts
+from hp_core.config.peft import PeftConfig
 from hp_core.config.plan_override import PlanOverride
 from hp_core.config.profiler import ProfilerConfig, profiler_conflicts
 from hp_core.config.target import Target
@@ -203,6 +204,7 @@ class TrainerConfig(Section):
     )
     trainer: Target = Field(description="The task trainer.")
     model: Target = Field(description="What to train.")
+    peft: PeftConfig = Field(PeftConfig(), description="What to train of the model, where not all of it.")
     loss_fn: Target | None = Field(None, description="The loss; null takes the model's own.")
     optimizer: Target = Field(description="The optimizer.")
     lr_scheduler: Target | None = Field(None, description="The learning-rate schedule; null keeps the rate constant.")
@@ -229,8 +231,6 @@ class TrainerConfig(Section):
     debug: DebugConfig = Field(DebugConfig(), description="Checks that find faults, at the cost of speed.")
     launch: LaunchConfig = Field(LaunchConfig(), description="Processes to start when nothing else starts them.")
 
-    LATER: ClassVar[tuple[str, ...]] = ("peft",)
-
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         """Yield one for each pair of settings in two sections that don't go together."""
@@ -244,7 +244,7 @@ class TrainerConfig(Section):
         """Return what a model builder is asked for beside the model, by the name of its argument; None is nothing."""
         recomputed = self.activation_checkpoint
         return {
-            "peft_config": None,
+            "peft_config": None if self.peft.method == "none" else self.peft,
             "activation_checkpoint": None if recomputed.mode == "off" else recomputed,
             "activation_swap": None if self.activation_swap.mode == "off" else self.activation_swap,
             "compile_config": None if self.compile.mode == "off" else self.compile,

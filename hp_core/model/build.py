@@ -11,6 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hp_core.errors import ArgumentError
 from hp_core.model.activation_checkpoint import checkpoint_activations
 from hp_core.model.activation_swap import swap_activations
+from hp_core.model.adapters.initialize import initialize_adapters
+from hp_core.model.adapters.inject import inject_adapters
+from hp_core.model.adapters.layers import plain_modules
 from hp_core.model.compile import Compilation
 from hp_core.model.config import model_config
 from hp_core.model.generation import generation_config as generation_config_of
@@ -18,7 +21,7 @@ from hp_core.model.initialize import initialize_weights
 from hp_core.model.kinds import IMAGE_TEXT, ModelKind
 from hp_core.model.load import load_weights, weight_files
 from hp_core.model.replacement.layout import original_layout
-from hp_core.model.replacement.replacer import replace_modules
+from hp_core.model.replacement.replacer import Replaced, replace_modules
 from hp_core.parallel.context.attention import use_context_attention
 from hp_core.parallel.context.trial import require_same_when_cut
 from hp_core.parallel.dtypes import DTYPES
@@ -48,7 +51,7 @@ def build_transformers_model(
     """A model of transformers, sharded and with its weights, in training mode.
 
     The order is fixed and nothing after it may re-shard or re-cast: skeleton on the meta device, replacements,
-    sharding, then either the weights of `pretrained` (each rank reads its own part) or initial weights from
+    adapters, sharding, then either the weights of `pretrained` (each rank reads its own part) or initial weights from
     `setup.seed` (the same for any number of ranks, and whatever modules are replaced). `features` are those of
     `finish_model`.
 
@@ -97,11 +100,14 @@ def finish_model(
 
     Raises:
         ArgumentError: see `load_weights`.
-        InputError: see `hp_core.model.replacement.replacer.ModuleReplacer.apply`, `checkpoint_activations`,
-            `swap_activations`, `Compilation`, and `hp_core.parallel.context.trial.require_same_when_cut`.
+        InputError: see `hp_core.model.replacement.replacer.ModuleReplacer.apply`, `inject_adapters`,
+            `checkpoint_activations`, `swap_activations`, `Compilation`, and
+            `hp_core.parallel.context.trial.require_same_when_cut`.
     """
     setup = distributed_setup
     replaced = replace_modules(model, setup)
+    if peft_config is not None:
+        inject_adapters(model, peft_config, setup)
     compilation = None if compile_config is None else Compilation.of(model, compile_config, setup)
     activations = _spare(model, setup, activation_checkpoint, activation_swap)
     if sees_images(model):
@@ -115,15 +121,10 @@ def finish_model(
         spread_experts(model, setup, plan.experts)
     pipeline = Pipeline(model, setup, [one.layers for one in plan.stages]) if plan.stages else None
     shard_model(model, setup)
-    if files is None:
-        model.to_empty(device=setup.device)
-        model.tie_weights()
-    with original_layout(model, replaced, setup):
-        if files is None:
-            initialize_weights(model, setup.seed)
-        else:
-            load_weights(model, list(files), dtype=model.dtype)
-    model.to(setup.device)  # type: ignore[arg-type]
+    with plain_modules(model):
+        _make_weights(model, replaced, setup, files)
+    if peft_config is not None:
+        initialize_adapters(model, peft_config, setup.seed, setup.device)
     for module in members_of(model):
         module.training = True
     if pipeline is not None:
@@ -139,6 +140,20 @@ def _spare(model: PreTrainedModel, setup: DistributedSetup, checkpointing: Any, 
     recomputed = [] if checkpointing is None else checkpoint_activations(model, checkpointing)
     swapped = [] if swapping is None else swap_activations(model, swapping, setup.device, recomputed)
     return Activations("off" if checkpointing is None else checkpointing.mode, tuple(recomputed), tuple(swapped))
+
+
+def _make_weights(
+    model: PreTrainedModel, replaced: Sequence[Replaced], setup: DistributedSetup, files: Sequence[str] | None
+) -> None:
+    if files is None:
+        model.to_empty(device=setup.device)
+        model.tie_weights()
+    with original_layout(model, replaced, setup):
+        if files is None:
+            initialize_weights(model, setup.seed)
+        else:
+            load_weights(model, list(files), dtype=model.dtype)
+    model.to(setup.device)  # type: ignore[arg-type]
 
 
 def _skeleton(

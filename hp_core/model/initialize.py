@@ -31,7 +31,7 @@ def initialize_weights(model: PreTrainedModel, seed: int) -> None:
     for fqn, block in blocks(model):
         members = list(modules_bottom_up(block, fqn))
         inside.update(module for _, module in members)
-        _initialize_together(model, fqn, members, {members[0][0]: _stream(seed, fqn)})
+        _initialize_together(model, fqn, members, {members[0][0]: stream(seed, fqn)})
     for fqn, module in modules_bottom_up(model):
         if module in inside or (fqn and _is_leaf(module)):
             continue
@@ -41,7 +41,7 @@ def initialize_weights(model: PreTrainedModel, seed: int) -> None:
             if _is_leaf(one) and one not in inside
         ]
         members = [*leaves, (fqn, module)]
-        _initialize_together(model, fqn, members, {member: _stream(seed, member) for member, _ in members})
+        _initialize_together(model, fqn, members, {member: stream(seed, member) for member, _ in members})
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -107,7 +107,8 @@ def _path(model: nn.Module, fqn: str) -> Iterator[nn.Module]:
         yield module
 
 
-def _stream(seed: int, fqn: str) -> int:
+def stream(seed: int, fqn: str) -> int:
+    """The seed of the random stream of what has this name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{fqn}".encode(), digest_size=8).digest(), "big") >> 1
 
 

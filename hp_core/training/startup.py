@@ -16,8 +16,9 @@ from hp_core.data.protocols import Datasets, RowDataset
 from hp_core.data.rows import WithEmptyRow, as_datasets
 from hp_core.entry_points import describe, raised_in
 from hp_core.errors import HpError, InputError, Problem
+from hp_core.model.adapters.layers import ADAPTER
 from hp_core.model.compile import compiler_of
-from hp_core.parallel.agreement import require_same_everywhere
+from hp_core.parallel.agreement import gathered, require_same_everywhere
 from hp_core.parallel.images import outside_language_model, sees_images
 from hp_core.parallel.ready import require_split
 from hp_core.training.built import as_module, require_loss_call, require_without_parameters
@@ -156,9 +157,19 @@ def freeze_unused(model: nn.Module, datasets: Datasets, trainer: str, takes_imag
 
 
 def tell_frozen(model: nn.Module, run: Run) -> None:
-    """Say how much of the model is not trained, and where it lies, if any of it isn't."""
-    frozen = {name: one.numel() for name, one in model.named_parameters() if not one.requires_grad}
-    if frozen:
-        total = sum(one.numel() for one in model.parameters())
+    """Say how much of the model is not trained, if any of it isn't. Every rank calls it."""
+    own = {name: (one.numel(), one.requires_grad) for name, one in model.named_parameters()}
+    # Ranks of a pipeline have other parameters, and those of others whatever they share of them whole.
+    parts = [own] if run.setup.sizes.pp == 1 else gathered(own, run.setup)
+    sizes = {name: found for part in parts for name, found in part.items()}
+    total = sum(size for size, _ in sizes.values())
+    trained = sum(size for size, is_trained in sizes.values() if is_trained)
+    frozen = [name for name, (_, is_trained) in sizes.items() if not is_trained]
+    if any(ADAPTER in name for name in sizes):
+        layers = {name.partition(ADAPTER)[0] for name in sizes if ADAPTER in name}
+        run.console.say(
+            f"peft: trains {trained:,} of {total:,} parameters ({trained / total:.2%}), in {len(layers)} layers"
+        )
+    elif frozen:
         where = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen))
-        run.console.say(f"frozen: {sum(frozen.values()):,} of {total:,} parameters, in {where}")
+        run.console.say(f"frozen: {total - trained:,} of {total:,} parameters, in {where}")

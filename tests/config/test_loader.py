@@ -176,8 +176,8 @@ def test_lengths_exclude_each_other_besides_other_faults(bench: Workbench) -> No
 def test_keys_of_later_versions_are_refused_unless_empty(bench: Workbench) -> None:
     empty = "peft:\ncompile: {}\nplan_overrides: []\n"
     assert bench.load(MINIMAL + empty).config == bench.load(MINIMAL).config
-    (line,) = bench.errors(f"{MINIMAL}peft: {{r: 8}}\n")
-    assert line.startswith("recipe.yaml:5:1: peft: not supported by version ")
+    (line,) = bench.errors(f"{MINIMAL}peft: {{method: lora, load_in_4bit: true}}\n")
+    assert line.startswith("recipe.yaml:5:22: peft.load_in_4bit: not supported by version ")
 
 
 def test_sections_of_comments_only_are_empty(bench: Workbench) -> None:

@@ -24,6 +24,7 @@ from hp_core.config.models import TrainerConfig
 from hp_core.config.signature import Signature
 from hp_core.observe.trackers import read_metrics
 from tests.conftest import ROOT
+from tests.contract.adapters import PEFT_KEYS
 from tests.contract.chats import CHAT_KEYS, chats
 from tests.contract.images import IMAGE_KEYS
 from tests.contract.launches import LAUNCH_KEYS
@@ -1023,6 +1024,7 @@ KEYS: dict[str, Callable[[Bench], bool]] = {
     "hp.datasets.text.max_errors": lambda bench: (
         faulty(bench, "--dataset.on_error=skip", "--dataset.max_errors=1").code == 2
     ),
+    **PEFT_KEYS,
     **CHAT_KEYS,
     **IMAGE_KEYS,
     "hp.datasets.chat.num_proc": processes_encode(chats(), "--training={train_iters: 1, global_batch_size: 1}"),

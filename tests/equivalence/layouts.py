@@ -13,6 +13,7 @@ import torch
 from hp_core.config.compile import CompileConfig
 from hp_core.config.memory import ActivationCheckpointConfig, ActivationSwapConfig
 from hp_core.config.models import AcceleratorConfig, FsdpConfig, MixedPrecisionConfig
+from hp_core.config.peft import PeftConfig
 from hp_core.config.plan_override import PlanOverride
 from hp_core.model.activation_swap import swap_of
 from hp_core.model.compile import start_compiling
@@ -28,6 +29,7 @@ from hp_core.testing.ranks import run_ranks
 from hp_core.training.accounting import MicroBatch, StepLoss, count_step
 from hp_core.training.gradients import clip, norm_and_count
 from hp_core.training.loss import IGNORE_INDEX, contract_of
+from hp_core.training.state import seed_everything
 from hp_core.training.step import Entries, Passes, accumulate_gradients, require_same_entries
 from hp_plugins.losses.causal_lm import CausalLMLoss
 from hp_plugins.trainers.text import get_batch
@@ -67,7 +69,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: a family, rows of a length, a loss, rows that have no target, and contracts of modules."""
+    """What is trained: a family, rows of a length, a loss, rows without a target, contracts of modules, adapters."""
 
     family: str = "llama"
     length: int = 16
@@ -76,6 +78,8 @@ class Case:
     silent: tuple[int, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
     overrides: tuple[PlanOverride, ...] = ()
+    peft: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
 
     def batch(self, step: int = 0) -> dict[str, torch.Tensor]:
         """The whole batch of a step, as a collator gives it."""
@@ -166,13 +170,19 @@ class Trial:
         recomputed = None if layout.checkpointing == "off" else ActivationCheckpointConfig(mode=layout.checkpointing)
         swapped = ActivationSwapConfig(mode="host") if layout.swapping else None
         compiled = None if layout.backend is None else _compile_config(layout.backend)
-        features = {"activation_checkpoint": recomputed, "activation_swap": swapped, "compile_config": compiled}
-        self.model = build(setup, {**tiny_config(case.family), **case.config}, **features)
+        features = {
+            "peft_config": PeftConfig(**case.peft) if case.peft else None,
+            "activation_checkpoint": recomputed,
+            "activation_swap": swapped,
+            "compile_config": compiled,
+        }
+        self.model = build(setup, {**tiny_config(case.family), **case.config}, dtype=case.dtype, **features)
         assert (swap_of(self.model) is not None) == layout.swapping
         start_compiling(self.model)
         self.loss_fn = case.loss(**case.arguments)
         self.loss_fn.bind_model(self.model, setup)
         self.contract = contract_of(self.loss_fn)
+        seed_everything(7, setup.random_rank)
 
     def found(self, step: int = 0) -> Found:
         """The loss, gradients and norm of a step."""

@@ -67,6 +67,12 @@ def test_the_recipe_trains_a_stand_in(
     losses = _eval_losses(tmp_path / "run")
     assert len(losses) == 3
     assert losses[2] < losses[1] < losses[0] < 6.91  # ln of the vocabulary
+    adapted = hp_train_here(str(EXAMPLE / "lora.yaml"), "--output_dir=adapted")
+    assert adapted.returncode == 0, adapted.stderr
+    # Of each of 2 layers: queries and outputs are 32 by 32, keys and values 16 by 32.
+    assert f"peft: trains {2 * 8 * (2 * 64 + 2 * 48):,} of " in adapted.stdout
+    # A random stand-in learns next to nothing through its attention alone, and it does change.
+    assert len(set(_eval_losses(tmp_path / "adapted"))) == 3
     found = json.loads(hp_train_here("data", str(RECIPE), "--json", "--rows=1").stdout)
     segments = found["rows"][0]["documents"][0]["segments"]
     assert [one["trained"] for one in segments] == [False, True, False, True, False]

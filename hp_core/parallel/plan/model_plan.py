@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 
 from hp_core.config.plan_override import PlanOverride
 from hp_core.errors import InputError, Problem
+from hp_core.model.adapters.layers import plain_modules, saved_modules
 from hp_core.parallel.expert.experts import experts_of
 from hp_core.parallel.plan.activations import NOTHING_SPARED, Activations
+from hp_core.parallel.plan.adapters import with_adapters
 from hp_core.parallel.plan.boundary import Boundary, ShardingPlan
 from hp_core.parallel.plan.contract import contracts_of, experts_kept_whole
 from hp_core.parallel.plan.derive import derive_plan
@@ -123,18 +125,23 @@ def plan_model(
         InputError: heads, widths or experts can't be shared by so many ranks, or the recipe's contracts don't fit.
     """
     settings = settings or Settings()
-    contracts = contracts_of(model, overrides, sizes)
+    # With adapters around them the embedding and the head are whole on each rank; no module is cut beside its copy.
+    kept = (*saved_modules(model).values(), model.get_input_embeddings(), model.get_output_embeddings())
+    with plain_modules(model, but=kept):
+        contracts = contracts_of(model, overrides, sizes)
     stages = plan_stages(model, sizes, settings.accelerator) if sizes.pp > 1 else None
     tensors = None
     if sizes.tp > 1:
-        tensors = derive_plan(
-            model,
-            sizes.tp,
-            contracts,
-            sequence_parallel=settings.accelerator.sequence_parallel,
-            loss_parallel=settings.accelerator.loss_parallel,
-            first_layers=(0,) if stages is None else [one.first_layer for one in stages.stages],
-        )
+        with plain_modules(model, but=kept):
+            tensors = derive_plan(
+                model,
+                sizes.tp,
+                contracts,
+                sequence_parallel=settings.accelerator.sequence_parallel,
+                loss_parallel=settings.accelerator.loss_parallel,
+                first_layers=(0,) if stages is None else [one.first_layer for one in stages.stages],
+            )
+        tensors = with_adapters(model, tensors)
     experts = experts_of(model, sizes.ep) if sizes.ep > 1 else {}
     spread = tuple(fqn for fqn, module in experts.items() if not experts_kept_whole(fqn, module, contracts))
     if experts and not spread:

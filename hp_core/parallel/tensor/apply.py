@@ -8,13 +8,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from hp_core.errors import InputError, Problem
+from hp_core.model.adapters.layers import adapted_layers, base_of
 from hp_core.parallel.plan.boundary import Boundary, ParameterPlan, ShardingPlan
 from hp_core.parallel.plan.edge import REPLICATE
 from hp_core.parallel.plan.roles import GroupedAttention
 from hp_core.parallel.plan.shapes import PATH
 from hp_core.parallel.setup import DistributedSetup
+from hp_core.parallel.tensor.adapters import share_adapters
 from hp_core.parallel.tensor.random_numbers import OwnDropout
-from hp_core.parallel.tensor.region import Part, RowForward, SharedForward, Work
+from hp_core.parallel.tensor.region import DropsAttention, Part, RowForward, SharedForward, Work
 from hp_core.parallel.tensor.sequence import Sequences
 from hp_core.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHead
 
@@ -85,11 +87,15 @@ class _Applying:
             module.num_key_value_groups = boundary.kv_groups
         if boundary.row is not None:
             row = module.get_submodule(boundary.row)
-            assert isinstance(row, nn.Linear)
+            linear = base_of(row)
+            assert isinstance(linear, nn.Linear)
             assert boundary.output is not None
-            row.forward = RowForward(row, boundary.output, self._sequences)  # type: ignore[method-assign]  # as above
+            row.forward = RowForward(row, linear, boundary.output, self._sequences)
             if boundary.output.dst.kind == "shard":
                 self._drop_apart(module)
+        work = _work(boundary)
+        draws_apart = work == "share" and isinstance(module, DropsAttention) and module.attention_dropout > 0
+        share_adapters(module, boundary, self._group, draws_apart=draws_apart)
         module.forward = SharedForward(
             module,
             parts,
@@ -97,12 +103,13 @@ class _Applying:
             self._group,
             output=None if boundary.row is not None else boundary.output,
             sequence=self._sequences,
-            work=_work(boundary),
+            work=work,
         )
 
     def _drop_apart(self, region: nn.Module) -> None:
+        of_adapters = {one for layer in adapted_layers(region).values() for one in layer.modules()}
         for one in region.modules():
-            if isinstance(one, nn.Dropout):
+            if isinstance(one, nn.Dropout) and one not in of_adapters:
                 one.forward = OwnDropout(one, self._group.rank())  # type: ignore[method-assign]  # as above
 
     def _shard(self, module: nn.Module, plan: ParameterPlan) -> tuple[nn.Module, str]:

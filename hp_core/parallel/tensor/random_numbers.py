@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -35,4 +36,24 @@ class OwnDropout:
         if not self._dropout.training or self._dropout.p == 0:
             return self._forward(input)
         with own_random_numbers(self._tp_rank):
+            return self._forward(input)
+
+
+class CommonDropout:
+    """Takes the place of a dropout's forward where ranks draw apart, and all have the same features and tokens."""
+
+    def __init__(self, dropout: nn.Dropout, tp_rank: int, name: str) -> None:
+        self._forward: Callable[[torch.Tensor], torch.Tensor] = dropout.forward
+        self._dropout = dropout
+        self._tp_rank = tp_rank
+        self._name = name
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """Drop the same on all ranks: what they draw apart from differs by their numbers, see `own_random_numbers`."""
+        if not self._dropout.training or self._dropout.p == 0:
+            return self._forward(input)
+        common = f"{torch.initial_seed() - self._tp_rank}/{self._name}".encode()
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(common, digest_size=8).digest(), "big") >> 1)
             return self._forward(input)

@@ -139,11 +139,14 @@ class SharedForward:
 
 
 class RowForward:
-    """Takes the place of the forward of a region's last projection: its outputs are summands, its bias added once."""
+    """Takes the place of the forward of a region's last projection: its outputs are summands, its bias added once.
 
-    def __init__(self, linear: nn.Linear, output: Edge, sequence: Sequences) -> None:
+    `projection` is what is called: the layer itself, or what is around it.
+    """
+
+    def __init__(self, projection: nn.Module, linear: nn.Linear, output: Edge, sequence: Sequences) -> None:
         self._linear = linear
-        self._forward: Callable[..., torch.Tensor] = linear.forward
+        self._forward: Callable[..., torch.Tensor] = projection.forward
         self._output = output
         self._sequence = sequence
 
