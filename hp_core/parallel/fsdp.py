@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,19 +44,23 @@ def shard_model(model: nn.Module, setup: DistributedSetup) -> None:
     for root in roots:
         units = blocks(root)
         for unit in [*(module for _, module in units), root]:
-            fully_shard(
+            _shard(
                 unit,
-                mesh=setup.fsdp_mesh,
+                setup.fsdp_mesh,
                 reshard_after_forward=reshards and unit is not root,
                 mp_policy=policy or MixedPrecisionPolicy(),
                 shard_placement_fn=partial(_without_padding, num_shards=setup.mesh["fsdp"].size()),
             )
         prefetch_blocks(root, units, setup.fsdp)
-    for module in members_of(model):
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # A divide factor of one is refused by gloo as a scaled sum unless a plain sum is asked for.
-            module.set_force_sum_reduction_for_comms(True)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, **settings: Any) -> None:
+    fully_shard(module, mesh=mesh, **settings)
+    assert isinstance(module, FSDPModule)
+    if mesh.size() > 1:  # of one rank, the mean is the sum, and dividing by one is a pass over all gradients
+        module.set_gradient_divide_factor(1.0)
+        # A divide factor of one is refused by gloo as a scaled sum unless a plain sum is asked for.
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _without_padding(parameter: nn.Parameter, num_shards: int) -> Shard | None:
@@ -69,9 +74,9 @@ def _shard_experts(model: nn.Module, setup: DistributedSetup, mesh: DeviceMesh, 
     shards = mesh["dp_replicate", "efsdp"] if setup.sizes.dp_replicate > 1 else mesh["efsdp"]
     spread = _spread(model)
     for experts in spread if spread or setup.sizes.pp > 1 else spread_experts(model, setup):
-        fully_shard(
+        _shard(
             experts,
-            mesh=shards,
+            shards,
             reshard_after_forward=_reshards(setup, mesh["efsdp"].size()),
             # The block has cast its inputs already, and a router may weigh in fp32 on purpose.
             mp_policy=replace(policy, cast_forward_inputs=False),
