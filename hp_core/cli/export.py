@@ -26,8 +26,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=("float32", "bfloat16", "float16"),
         help="dtype of the weights (default: that of the files the model was loaded from, else of the master weights)",
     )
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="the largest file of weights (default 5GB)")
     parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="the largest file of weights (default 5GB)"
+        "--adapter", action="store_true", help="write the adapters alone, as peft loads them on the model of before"
     )
     parser.add_argument(
         "--overwrite",
@@ -40,20 +41,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Export; raises `InputError` or `RunError` with the reason why not."""
     from hp_core.checkpoint.room import in_bytes
+    from hp_core.errors import InputError, Problem
     from hp_core.export.export import export_checkpoint
     from hp_core.export.writing import as_bytes
 
+    if args.adapter and args.max_shard_size is not None:
+        raise InputError(Problem("--max-shard-size: adapters are one file", hint="leave it out"))
     done = export_checkpoint(
         args.run,
         args.to,
         step=args.step,
         dtype=args.dtype,
-        max_shard_bytes=as_bytes(args.max_shard_size),
+        max_shard_bytes=as_bytes(args.max_shard_size or "5GB"),
         overwrite=args.overwrite,
+        adapter=args.adapter,
     )
     for remark in done.remarks:
         print(remark)
     files = "1 file" if done.num_files == 1 else f"{done.num_files} files"
-    told = f"the model after step {done.checkpoint.step}, {files}, {in_bytes(done.num_bytes)} in {done.dtype}"
+    what = "adapters" if done.is_adapter else "model"
+    told = f"the {what} after step {done.checkpoint.step}, {files}, {in_bytes(done.num_bytes)} in {done.dtype}"
     print(f"wrote {done.directory}: {told}")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hp_core.model.replacement.contract import Tensors
 
 # What `PeftModel` and its tuner put before the names of the model inside.
-_WRAPPER = "base_model.model."
+WRAPPER = "base_model.model."
 
 
 class MergeError(Exception):
@@ -22,12 +24,29 @@ class MergeError(Exception):
 
 @dataclass(frozen=True)
 class LowRank:
-    """What one adapter adds to a weight: `scaling * (up @ down)`, transposed where the layer keeps (in, out)."""
+    """What one adapter adds to a weight: `scaling * (up @ down)`, transposed where the layer keeps (in, out).
+
+    `lengths` are those that DoRA gives the rows of the sum, as (out, in): Liu et al. 2024, equation 5.
+    """
 
     down: str
     up: str
     scaling: float
     transposed: bool
+    lengths: str | None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The run's tensors that it is made of."""
+        return (self.down, self.up) if self.lengths is None else (self.down, self.up, self.lengths)
+
+    def on(self, weight: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """`weight`, in the layer's own layout, with the adapter."""
+        rows = weight.T if self.transposed else weight
+        rows = rows + self.scaling * (tensors[self.up].to(weight.dtype) @ tensors[self.down].to(weight.dtype))
+        if self.lengths is not None:
+            rows = rows * (tensors[self.lengths].to(weight.dtype) / torch.linalg.norm(rows, dim=1))[:, None]
+        return rows.T if self.transposed else rows
 
 
 @dataclass(frozen=True)
@@ -40,7 +59,7 @@ class Merged:
     @property
     def sources(self) -> tuple[str, ...]:
         """The run's tensors that it takes."""
-        return (self.base, *(name for one in self.added for name in (one.down, one.up)))
+        return (self.base, *(name for one in self.added for name in one.sources))
 
     def of(self, tensors: Tensors) -> torch.Tensor:
         """The plain tensor, added up in float32 or better."""
@@ -48,11 +67,10 @@ class Merged:
         if not self.added or base.device.type == "meta":
             return base
         dtype = torch.promote_types(base.dtype, torch.float32)
-        total = base.to(dtype, copy=True)
+        total = base.to(dtype)
         for one in self.added:
-            product = tensors[one.up].to(dtype) @ tensors[one.down].to(dtype)
-            total += one.scaling * (product.T if one.transposed else product)
-        return total.to(base.dtype)
+            total = one.on(total, tensors)
+        return total.to(base.dtype).contiguous()
 
 
 @dataclass(frozen=True)
@@ -60,12 +78,16 @@ class Adapters:
     """How the tensors of a model with adapters become those of the plain one; without any, they are the same.
 
     `merged` are the plain names whose tensors are made of others; `consumed` the run's tensors that have no plain
-    name of their own. Whatever else there is keeps its name, but for `prefix`.
+    name of their own. Whatever else there is keeps its name, but for `prefix`. `alone` are the run's tensors by the
+    names that files of adapters alone have for them, and `config` is what `peft` makes such adapters of; both are
+    empty where there is not exactly one adapter.
     """
 
     prefix: str = ""
     merged: Mapping[str, Merged] = field(default_factory=dict)
     consumed: frozenset[str] = frozenset()
+    alone: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -107,7 +129,13 @@ class Adapters:
 
     def as_dict(self) -> dict[str, Any]:
         """A form that JSON can hold."""
-        return {"prefix": self.prefix, "merged": _plain(self.merged), "consumed": sorted(self.consumed)}
+        return {
+            "prefix": self.prefix,
+            "merged": _plain(self.merged),
+            "consumed": sorted(self.consumed),
+            "alone": dict(self.alone),
+            "config": dict(self.config),
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Adapters:
@@ -116,7 +144,17 @@ class Adapters:
             name: Merged(one["base"], tuple(LowRank(**added) for added in one["added"]))
             for name, one in values["merged"].items()
         }
-        return cls(values["prefix"], merged, frozenset(values["consumed"]))
+        consumed = frozenset(values["consumed"])
+        # Runs before there were exports of adapters alone say nothing of them.
+        return cls(values["prefix"], merged, consumed, values.get("alone", {}), values.get("config", {}))
+
+    @classmethod
+    def together(cls, parts: Sequence[Adapters]) -> Adapters:
+        """Those of all stages of a pipeline."""
+        merged = {name: one for part in parts for name, one in part.merged.items()}
+        alone = {name: one for part in parts for name, one in part.alone.items()}
+        consumed = frozenset(name for part in parts for name in part.consumed)
+        return cls(parts[0].prefix, merged, consumed, alone, parts[0].config)
 
 
 def _plain(merged: Mapping[str, Merged]) -> dict[str, Any]:
@@ -133,11 +171,13 @@ class _Search:
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
         self.model = model
-        self.prefix = _WRAPPER if isinstance(model, PeftModel) else ""
+        self.prefix = WRAPPER if isinstance(model, PeftModel) else ""
         self.lora, self.tuner = LoraLayer, BaseTunerLayer
         self.wrapper, self.copied = AuxiliaryTrainingWrapper, ModulesToSaveWrapper
         self.merged: dict[str, Merged] = {}
         self.consumed: set[str] = set()
+        self.alone: dict[str, str] = {}
+        self.active: set[str] = set()
 
     def found(self) -> Adapters:
         """Everything, with the names of a checkpoint.
@@ -151,15 +191,21 @@ class _Search:
                 self._add_layer(fqn, module, stored)
             elif isinstance(module, self.wrapper):
                 self._add_copy(fqn, module, stored)
-        return Adapters(self.prefix, self.merged, frozenset(self.consumed))
+        if len(self.active) != 1:
+            return Adapters(self.prefix, self.merged, frozenset(self.consumed))
+        config = _config_of(self.model, *self.active)
+        return Adapters(self.prefix, self.merged, frozenset(self.consumed), self.alone, config)
 
     def _add_layer(self, fqn: str, layer: Any, stored: Sequence[str]) -> None:
-        active = [name for name in layer.active_adapters if name in getattr(layer, "lora_A", {})]
-        if not isinstance(layer, self.lora) or not isinstance(layer.base_layer, nn.Linear) or layer.lora_embedding_A:
-            raise MergeError(f"{fqn} is a {type(layer).__name__} of peft, and only LoRA of linear layers is merged")
+        if not isinstance(layer, self.lora) or not isinstance(layer.base_layer, (nn.Linear, Conv1D, nn.Embedding)):
+            message = (
+                f"{fqn} is a {type(layer).__name__} of peft, and only LoRA of linear layers and embeddings is merged"
+            )
+            raise MergeError(message)
+        held = layer.lora_embedding_A or layer.lora_A
+        active = [name for name in layer.active_adapters if name in held]
         for name in active:
-            if getattr(layer, "lora_variant", {}).get(name) is not None or layer.lora_bias.get(name):
-                raise MergeError(f"{fqn}: the adapter {name!r} of peft is no plain LoRA (DoRA, a bias)")
+            self._refuse_other_kinds(fqn, layer, name, len(active))
         plain = self._plain(fqn)
         own = [name for name in stored if name.startswith(f"{fqn}.")]
         self.consumed.update(own)
@@ -168,14 +214,30 @@ class _Search:
                 self.merged[f"{plain}.{name.removeprefix(f'{fqn}.base_layer.')}"] = Merged(name)
         # What is merged already is in the base layer's weight.
         added = [name for name in active if name not in layer.merged_adapters and not layer.disable_adapters]
-        self.merged[f"{plain}.weight"] = Merged(
-            f"{fqn}.base_layer.weight", tuple(self._low_rank(fqn, layer, name) for name in added)
-        )
+        low_ranks = [self._low_rank(fqn, layer, name) for name in added]
+        self.merged[f"{plain}.weight"] = Merged(f"{fqn}.base_layer.weight", tuple(low_ranks))
+        self.active.update(added)
+        for name, one in zip(added, low_ranks, strict=True):
+            for source in one.sources:
+                path = source.removeprefix(f"{fqn}.").replace(f".{name}", "", 1)
+                self.alone[f"{plain}.{path.removesuffix('.weight') if source == one.lengths else path}"] = source
+
+    @staticmethod
+    def _refuse_other_kinds(fqn: str, layer: Any, name: str, number: int) -> None:
+        is_dora = name in layer.lora_magnitude_vector
+        if layer.lora_bias.get(name) or (not is_dora and getattr(layer, "lora_variant", {}).get(name) is not None):
+            raise MergeError(f"{fqn}: the adapter {name!r} of peft is neither LoRA nor DoRA alone")
+        if is_dora and number > 1:
+            raise MergeError(f"{fqn}: {number} adapters of peft at once, with DoRA, add up to no weight")
 
     @staticmethod
     def _low_rank(fqn: str, layer: Any, name: str) -> LowRank:
-        down, up = (f"{fqn}.lora_{side}.{name}.weight" for side in "AB")
-        return LowRank(down, up, scaling=float(layer.scaling[name]), transposed=bool(layer.fan_in_fan_out))
+        is_embedding = bool(layer.lora_embedding_A)
+        kind, leaf = ("lora_embedding", "") if is_embedding else ("lora", ".weight")
+        down, up = (f"{fqn}.{kind}_{side}.{name}{leaf}" for side in "AB")
+        lengths = f"{fqn}.lora_magnitude_vector.{name}.weight" if name in layer.lora_magnitude_vector else None
+        # An embedding keeps a row for each token, which is what it takes in.
+        return LowRank(down, up, float(layer.scaling[name]), is_embedding or bool(layer.fan_in_fan_out), lengths)
 
     def _add_copy(self, fqn: str, wrapper: Any, stored: Sequence[str]) -> None:
         """A module that is trained whole: its copy takes the place of the original."""
@@ -188,10 +250,22 @@ class _Search:
             if name.startswith(f"{fqn}."):
                 self.consumed.add(name)
             if name.startswith(inside):
-                self.merged[f"{self._plain(fqn)}.{name.removeprefix(inside)}"] = Merged(name)
+                plain = f"{self._plain(fqn)}.{name.removeprefix(inside)}"
+                self.merged[plain] = Merged(name)
+                if uses_copy:
+                    self.alone[plain] = name
 
     def _plain(self, fqn: str) -> str:
         return fqn.removeprefix(self.prefix)
+
+
+def _config_of(model: Any, name: str) -> dict[str, Any]:
+    """What `peft` keeps of an adapter beside its weights, as JSON can hold it."""
+    values = model.peft_config[name].to_dict()
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
+    values |= {"inference_mode": True, "base_model_name_or_path": inner_model(model).name_or_path or None}
+    found: dict[str, Any] = json.loads(json.dumps(values))
+    return found
 
 
 def inner_model(model: nn.Module) -> nn.Module:

@@ -27,11 +27,12 @@ _NUM_SHOWN = 3
 
 @dataclass(frozen=True)
 class _Held:
-    """What a rank has: shapes of the plain model's tensors, names that are one tensor, transformed modules."""
+    """What a rank has: shapes of the plain model's tensors, names that are one, transformed modules, adapters."""
 
     shapes: Mapping[str, torch.Size]
     shared: tuple[tuple[str, ...], ...]
     transformed: tuple[str, ...]
+    adapters: Adapters
 
 
 def prepare_export(run: Run, model: nn.Module, tokenizer: Any) -> None:
@@ -65,7 +66,7 @@ def checked_export(model: nn.Module, tokenizer: Any, setup: DistributedSetup) ->
     parts, pipeline = [own], pipeline_of(model)
     if pipeline is not None:
         parts = [one for one in gathered(own if pipeline.is_stage_main else None, setup) if one is not None]
-    return on_main(partial(_examined, inner, tokenizer, adapters, parts), setup)
+    return on_main(partial(_examined, inner, tokenizer, parts), setup)
 
 
 def why_not(model: nn.Module) -> str | None:
@@ -79,8 +80,8 @@ def why_not(model: nn.Module) -> str | None:
     return None
 
 
-def _examined(inner: PreTrainedModel, tokenizer: Any, adapters: Adapters, parts: list[_Held]) -> Assets:
-    kind = plain_class(inner)
+def _examined(inner: PreTrainedModel, tokenizer: Any, parts: list[_Held]) -> Assets:
+    kind, adapters = plain_class(inner), Adapters.together([one.adapters for one in parts])
     skeleton = skeleton_of(kind, inner.config, inner.dtype)
     problems = list(_differences(skeleton, parts))
     problems += _wrong_ties(skeleton, adapters, parts)
@@ -107,7 +108,7 @@ def _held(model: nn.Module, adapters: Adapters) -> _Held:
     for name, sources in adapters.sources(stored).items():
         names.setdefault(id(stored[sources[0]]), []).append(name)
     shared = tuple(tuple(group) for group in names.values() if len(group) > 1)
-    return _Held(shapes, shared, tuple(dict.fromkeys(one.dot for one in transforms)))
+    return _Held(shapes, shared, tuple(dict.fromkeys(one.dot for one in transforms)), adapters)
 
 
 def _differences(skeleton: PreTrainedModel, parts: Iterable[_Held]) -> Iterator[Problem]:

@@ -33,6 +33,8 @@ from hp_core.checkpoint.reading import problem_of_shards
 from hp_core.checkpoint.room import in_bytes
 from hp_core.config import load_recipe
 from hp_core.errors import InputError, Problem, RunError
+from hp_core.export.adapter import Adapters
+from hp_core.export.adapter_files import outputs_of, require_alone, write_adapter
 from hp_core.export.assets import FACTS, Facts, with_dtype
 from hp_core.export.layout import DiskLayout, Transformed, skeleton_of, transformed
 from hp_core.export.reading import StoredModel
@@ -61,6 +63,7 @@ class Exported:
     num_bytes: int
     dtype: str
     remarks: tuple[str, ...] = ()
+    is_adapter: bool = False
 
 
 def export_checkpoint(
@@ -71,6 +74,7 @@ def export_checkpoint(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
+    adapter: bool = False,
 ) -> Exported:
     """Write what plain transformers loads: weights, configurations, tokenizer.
 
@@ -84,6 +88,7 @@ def export_checkpoint(
             the master weights.
         max_shard_bytes: the largest file, unless one tensor is larger.
         overwrite: replace an earlier export.
+        adapter: write the adapters alone, as `peft` loads them on the model that the run began with.
 
     Raises:
         InputError: there is nothing to export, or `directory` is in use.
@@ -104,6 +109,11 @@ def export_checkpoint(
     transforms = _transforms(facts, checkpoint, settings, skeleton_of(kind, config, master))
     layout = DiskLayout(skeleton_of(kind, config, master), transforms, facts.adapters, target)
     _require_same(stored, layout, checkpoint)
+    if adapter:
+        require_alone(facts.adapters, skeleton_of(kind, config, master))
+        written = None if dtype is None else target
+        num_bytes = _write_adapter(directory, facts.adapters, stored, checkpoint, written)
+        return Exported(directory, checkpoint, 1, num_bytes, dtype or "the run's own types", remarks, is_adapter=True)
     units = layout.units(stored.tensors)
     with _in_place(directory) as temporary:
         writer = ShardWriter(temporary, [unit.outputs for unit in units], max_shard_bytes)
@@ -116,6 +126,17 @@ def export_checkpoint(
     if not checkpoint.manifest()["export"]["tokenizer"]:
         remarks = (*remarks, "there is no tokenizer beside the weights: the recipe has no dataset.tokenizer")
     return Exported(directory, checkpoint, writer.num_files, writer.num_bytes, _name_of(target), remarks)
+
+
+def _write_adapter(
+    directory: Path, adapters: Adapters, stored: StoredModel, checkpoint: Checkpoint, dtype: torch.dtype | None
+) -> int:
+    num_bytes = sum(one.numel() * one.element_size() for one in outputs_of(adapters, stored, dtype).values())
+    with _in_place(directory) as temporary:
+        _require_space(temporary, num_bytes)
+        write_json(temporary / _MARKER, {"step": checkpoint.step, "dtype": None if dtype is None else _name_of(dtype)})
+        write_adapter(temporary, adapters, stored, dtype)
+    return num_bytes
 
 
 def _name_of(dtype: torch.dtype) -> str:
