@@ -108,8 +108,8 @@ def finish_model(
     replaced = replace_modules(model, setup)
     if peft_config is not None:
         inject_adapters(model, peft_config, setup)
-    compilation = None if compile_config is None else Compilation.of(model, compile_config, setup)
     activations = _spare(model, setup, activation_checkpoint, activation_swap)
+    compilation = None if compile_config is None else Compilation.of(model, compile_config, setup)
     if sees_images(model):
         join_images(model, setup)
     plan = (setup.planner or Planner()).prepare(model, setup, activations)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from hp_core.errors import InputError, Problem, RunError
 from hp_core.model.activation_checkpoint import Recomputed
 from hp_core.model.activation_swap import Swapped
 from hp_core.model.patterns import chosen_modules
-from hp_core.parallel.expert.dispatch import Dispatch
+from hp_core.parallel.expert.experts import holds_experts
 from hp_core.parallel.pipeline.runner import members_of
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.parallel.tensor.random_numbers import OwnDropout
@@ -123,34 +123,31 @@ class Compilation:
         """Choose the modules.
 
         Args:
-            model: the whole model, before it is divided into pipeline stages.
+            model: the whole model, before it is divided into pipeline stages; what is computed again and swapped is.
             config: which modules, and how.
-            setup: the run's device.
+            setup: the run's device and ranks.
 
         Raises:
-            InputError: see `chosen_modules`; or torch doesn't know the backend, or the device or machine lacks what it
-                needs.
+            InputError: see `chosen_modules`; or with all problems: torch doesn't know the backend, the device or
+                machine lacks what it needs, a module sends tokens to experts or is a part of one that keeps products.
         """
-        chosen = chosen_modules(model, config.modules, "compile.modules")
-        if problem := _unusable(config, setup.device):
-            raise InputError(problem)
+        chosen = chosen_modules(model, config.modules, _PATH)
+        problems = [*_unusable(config, setup.device), *_in_selective(model, chosen)]
+        if setup.expert_mesh is not None:
+            problems += _exchanging(chosen)
+        if problems:
+            raise InputError(problems)
         return cls(Compiler(config), chosen)
 
     def install(self, model: nn.Module) -> None:
         """Have the chosen modules that this rank holds run as compiled code, in place; nothing is renamed.
 
-        They do so once `start_compiling` is called.
-
-        Hooks around a module, FSDP2's among them, stay outside, and what swaps. So does what runs a module again as a
-        whole, as its code may be in pieces; what keeps products is a part of the graph, where products can be told.
-
-        Raises:
-            InputError: a module sends tokens to experts on other ranks, or is a part of one that keeps products.
+        They do so once `start_compiling` is called. Hooks around a module, FSDP2's among them, stay outside, and what
+        swaps. So does what runs a module again as a whole, as its code may be in pieces; what keeps products is a part
+        of the graph, where products can be told.
         """
         held = set(members_of(model))
         own = [(name, module) for name, module in self.chosen if module in held]
-        if problems := [*_exchanging(own), *_in_selective(own, held)]:
-            raise InputError(problems)
         # Running a layer again repeats no more than putting parts in the places of parameters, which is undone there.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         torch._dynamo.config.suppress_errors = self.compiler.config.on_failure == "eager"
@@ -179,13 +176,13 @@ def _keeps_products(module: nn.Module) -> bool:
 
 def _exchanging(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Problem]:
     for name, module in modules:
-        if isinstance(module.forward, Dispatch):
+        if holds_experts(module):
             message = f"{name!r} sends tokens to experts on other ranks, how many only the tokens tell"
             yield Problem(message, path=_PATH, hint=_AROUND)
 
 
-def _in_selective(modules: Sequence[tuple[str, nn.Module]], held: Iterable[nn.Module]) -> Iterator[Problem]:
-    around = [one for one in held if _keeps_products(one)]
+def _in_selective(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Problem]:
+    around = [one for one in model.modules() if _keeps_products(one)]
     within = {inner for one in around for inner in one.modules() if inner is not one}
     for name, module in modules:
         if module in within:
@@ -226,22 +223,21 @@ def compiler_of(model: nn.Module) -> Compiler | None:
     return None
 
 
-def _unusable(config: CompileConfig, device: torch.device) -> Problem | None:
+def _unusable(config: CompileConfig, device: torch.device) -> Iterator[Problem]:
     """What the device or the machine lacks; a compiler alone may be missing, with `on_failure: eager`."""
     known = torch._dynamo.list_backends(None)
     if config.backend not in known:
         hint = did_you_mean(config.backend, known) or f"use one of {', '.join(known)}"
-        return Problem(f"torch.compile has no backend {config.backend!r}", path="compile.backend", hint=hint)
+        yield Problem(f"torch.compile has no backend {config.backend!r}", path="compile.backend", hint=hint)
     if config.mode == "reduce-overhead" and device.type != "cuda":
         message = f"reduce-overhead records CUDA graphs, which a {device.type} hasn't"
-        return Problem(message, path="compile.mode", hint="write mode: default")
+        yield Problem(message, path="compile.mode", hint="write mode: default")
     if config.backend == "inductor" and device.type == "cpu" and config.on_failure == "stop":
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
             hint = f"install g++, let CXX name another, or {_HINT}"
-            return Problem(f"inductor needs a C++ compiler: {error}", path="compile.backend", hint=hint)
-    return None
+            yield Problem(f"inductor needs a C++ compiler: {error}", path="compile.backend", hint=hint)
 
 
 def _told(error: BaseException) -> str:

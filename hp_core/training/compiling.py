@@ -98,9 +98,10 @@ class Compilations:
         cached, compiled = facts["from_cache"], facts["not_in_cache"]
         cache = f" ({cached} of {cached + compiled} parts from the cache)" if cached + compiled else ""
         end = "" if self.graph_breaks else "; no graph breaks"
-        yield f"compile: {facts['modules']} modules, {facts['graphs']} graphs in {self.seconds:.1f} s{cache}{end}"
+        made = f"{_count(facts['modules'], 'module')}, {_count(facts['graphs'], 'graph')}"
+        yield f"compile: {made} in {self.seconds:.1f} s{cache}{end}"
         for reason, number in self.graph_breaks.items():
-            yield f"compile: graph break at {reason} ({number} functions end a graph there)"
+            yield f"compile: graph break in {_count(number, 'function')} at {reason}"
 
     def warnings(self) -> Iterator[str]:
         """What makes a run slower than its recipe says."""
@@ -156,7 +157,7 @@ class CompileWatch:
             # Each time that there are twice as many, or this would fill a log.
             self._next_number = 2 * number
             last = list(found.recompiled)[-1]
-            lines.append(f"compile: compiled {number} times more after the first step, last because {last}")
+            lines.append(f"compile: compiled again {_count(number, 'time')} since the first step, last because {last}")
         for line in lines:
             _say(line, run)
         if lines:
@@ -168,6 +169,10 @@ def _say(line: str, run: Run) -> None:
         run.console.say(line)
     else:
         print(f"rank {run.setup.rank}: {line}", file=sys.stderr, flush=True)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _place_and_reason(one: GraphCompileReason) -> str:
