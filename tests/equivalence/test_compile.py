@@ -115,6 +115,19 @@ def test_what_can_not_be_compiled_is_told_and_the_rest_is_compiled(name: str) ->
     assert 2 <= facts["graphs"] <= 5
 
 
+@pytest.mark.parametrize("checkpointing", ["off", pytest.param("full", marks=pytest.mark.slow)])
+def test_tensor_ranks_drop_what_they_drop_without(checkpointing: str) -> None:
+    dropping = Case("qwen3", config={"num_hidden_layers": NUM_LAYERS, "attention_dropout": 0.2})
+    layout = on(2, TP2, checkpointing=checkpointing)
+    by_rank = run_ranks(step, 2, dropping, layout, "", timeout=300.0, preload=(*WITH_FAMILIES, __name__))
+    wanted = found_on(dropping, replace(layout, backend=None))
+    assert_same(Found(*_merged([found for found, _ in by_rank])), wanted)
+    assert wanted.loss != found_on(replace(dropping, config={"num_hidden_layers": NUM_LAYERS}), Layout()).loss
+    facts = by_rank[0][1]
+    assert facts["failures"] == facts["given_up"] == {}
+    assert "random_numbers.py" in str(facts["graph_breaks"])
+
+
 def step_that_one_can_not_compile(environment: ProcessEnvironment) -> Outcome:
     @register_backend(name="fails_on_the_last")
     def fails(graph: Any, inputs: Any) -> Any:
