@@ -80,6 +80,17 @@ def test_first_weights_are_those_of_peft_for_the_same_random_numbers(kind: Any) 
         assert any(one.any() for one in found)
 
 
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_lengths_are_at_first_those_of_the_weight_with_what_is_added(config: Any) -> None:
+    """So DoRA begins with what LoRA computes, also where the matrices add something from the start."""
+    targets = TARGETS if config is LLAMA else ["c_attn", "c_fc"]
+    values = {"target_modules": targets, "init_lora_weights": False}
+    lora, dora = (adapted(config, **values, use_dora=value).eval() for value in (False, True))
+    torch.testing.assert_close(dora(IDS).logits, lora(IDS).logits, rtol=0, atol=1e-5)
+    plain = adapted(config, target_modules=targets).eval()
+    assert not torch.allclose(plain(IDS).logits, lora(IDS).logits, rtol=0, atol=1e-3)
+
+
 def first_weights(environment: Any, accelerator: dict[str, Any]) -> dict[str, torch.Tensor]:
     from hp_core.config.models import AcceleratorConfig
 
