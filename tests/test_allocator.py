@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PROGRAM = """\
 import json, resource, sys
 from hp_core.allocator import keep_freed_memory
@@ -46,3 +48,24 @@ def test_the_environment_has_the_last_word() -> None:
     kept, faults = run("keep", MALLOC_MMAP_THRESHOLD_="65536")
     assert kept is False
     assert faults > 8 * 1000
+
+
+HUGE = """\
+import re
+from pathlib import Path
+from hp_core.allocator import keep_freed_memory
+
+assert keep_freed_memory()
+assert keep_freed_memory()  # a second run in one process
+import torch
+
+kept = torch.ones(16 << 20)
+found = re.findall(r"^AnonHugePages: +(\\d+) kB$", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+print(sum(map(int, found)))
+"""
+
+
+@pytest.mark.skipif(not THP.exists() or "[never]" in THP.read_text(), reason="the system has no huge pages")
+def test_what_is_kept_is_made_of_huge_pages() -> None:
+    done = subprocess.run([sys.executable, "-c", HUGE], capture_output=True, check=True, text=True)
+    assert int(done.stdout) >= 32 << 10  # of 64 MiB, where memory in one piece may be rare
