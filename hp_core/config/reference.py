@@ -47,10 +47,8 @@ def reference(components: Components) -> str:
     definitions = schema["$defs"]
     scalars = {key: value for key, value in schema["properties"].items() if _is_scalar(key)}
     lines += _table(scalars, [], definitions)
-    lines += [
-        "",
-        f"Reserved for later versions, and refused until then: {_listed(TrainerConfig.LATER)}.",
-    ]
+    if TrainerConfig.LATER:
+        lines += ["", f"Reserved for later versions, and refused until then: {_listed(TrainerConfig.LATER)}."]
     for key, field in TrainerConfig.model_fields.items():
         section, is_list = section_in(field.annotation)
         if section is not None and section_at((key,)) is None:

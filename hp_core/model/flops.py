@@ -182,13 +182,15 @@ def _layers(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Module]]
 
 def _window(sizes: Mapping[str, Any], index: int) -> int | None:
     """How many tokens one sees at most in a layer, itself among them, by the model's configuration."""
-    kinds = sizes.get("layer_types")
-    kind = kinds[index] if kinds else "full_attention" if sizes.get("sliding_window") is None else "sliding_attention"
+    kinds, window = sizes.get("layer_types"), sizes.get("sliding_window")
+    if kinds and index >= len(kinds):
+        raise UnknownFlopsError(f"layer {index} is none of the {len(kinds)} that the configuration has a kind of")
+    kind = kinds[index] if kinds else "full_attention" if window is None else "sliding_attention"
     if kind == "full_attention":
         return None
-    if kind != "sliding_attention":
-        raise UnknownFlopsError(f"layer {index} has {kind!r}")
-    return int(sizes["sliding_window"])
+    if kind != "sliding_attention" or window is None:
+        raise UnknownFlopsError(f"layer {index} has {kind!r}" + " without a window" * (kind == "sliding_attention"))
+    return int(window)
 
 
 def _head(head: nn.Module) -> _Part:

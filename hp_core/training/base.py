@@ -27,7 +27,7 @@ from hp_core.training.evaluation import Evaluation, evaluate, tell
 from hp_core.training.feeding import SourceCounts, feed_of, keep_cursors
 from hp_core.training.in_stages import of_one_length
 from hp_core.training.loss import LossContract
-from hp_core.training.meter import Meter
+from hp_core.training.meter import Meter, elapsed
 from hp_core.training.metric_names import require_measured
 from hp_core.training.persistence import contents_of, restore
 from hp_core.training.reading import StepReader, Stoppable
@@ -286,10 +286,11 @@ class BaseTrainer:
         tokens = 0 if skipped else counts.targets["labels"]
         state.tokens += tokens
         self._source_counts.add(state, position, is_trained=skipped is None)
+        is_told = bool(skipped) or state.step % self.config.training.log_every == 0 or state.step == self.last_step
+        seconds = elapsed(started, self.setup.device, to_the_end=is_told)
         computed = [] if skipped else micro_batches
-        seconds = time.perf_counter() - started
         self._meter.add(tokens=tokens, computed=computed, seconds=seconds, data_seconds=data_seconds)
-        if skipped or state.step % self.config.training.log_every == 0 or state.step == self.last_step:
+        if is_told:
             own = self.token_counts(micro_batches)
             row = self._meter.row(
                 state, step_loss, norm=norm, lr=lr, skipped=skipped, tokens=tokens, own=own, setup=self.setup

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.training.accounting import MicroBatch, StepLoss
 from hp_core.training.feeding import source_metrics
 from hp_core.training.state import RunState
 from hp_core.training.utilization import Utilization
+
+
+def elapsed(started: float, device: torch.device, *, to_the_end: bool) -> float:
+    """The seconds since `started`; with `to_the_end`, when the device has done what it was given.
+
+    What is still to be done when a window of steps ends would be in nobody's time otherwise.
+    """
+    if to_the_end and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
 
 
 class Meter:

@@ -117,45 +117,63 @@ def loop(spec: Spec) -> None:
     turn.end()
 
 
-def transformers_trainer(spec: Spec) -> None:
-    """The Trainer of transformers, with its defaults but for what the work says."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+def _arguments(spec: Spec, folder: str) -> dict[str, Any]:
+    """What the work says to the arguments of transformers' Trainer, and of those that are made of it."""
+    return {
+        "output_dir": folder,
+        "max_steps": spec.num_steps,
+        "per_device_train_batch_size": spec.rows_per_step,
+        "learning_rate": spec.lr,
+        "weight_decay": spec.weight_decay,
+        "warmup_steps": spec.warm_up,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": spec.log_every,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": spec.device == "cpu",
+        "disable_tqdm": True,
+        "bf16": spec.bf16,
+    }
+
+
+def _turns(spec: Spec) -> Any:
+    """A callback of transformers' Trainer that takes turns."""
+    from transformers import TrainerCallback
 
     from tests.benchmarks.turns import Turn
 
     turn = Turn()
+    due: list[bool] = []
 
     class Turns(TrainerCallback):  # type: ignore[misc]
-        def on_log(self, *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-            if "loss" in logs:
-                losses.append(float(logs["loss"]))
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        # A step is logged after it has ended, and its turn ends with what is logged.
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             finish(spec)
-            turn.done(losses.pop() if losses else None)
+            if control.should_log:
+                due.append(True)
+            else:
+                turn.done()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+            if due:
+                due.clear()
+                turn.done(float(logs["loss"]))
 
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
             turn.end()
 
-    losses: list[float] = []
+    return Turns()
+
+
+def transformers_trainer(spec: Spec) -> None:
+    """The Trainer of transformers, with its defaults but for what the work says."""
+    from transformers import Trainer, TrainingArguments
+
+    turns = _turns(spec)
     rows = [{"input_ids": row, "labels": row} for row in rows_of(spec)]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            max_steps=spec.num_steps,
-            per_device_train_batch_size=spec.rows_per_step,
-            learning_rate=spec.lr,
-            weight_decay=spec.weight_decay,
-            warmup_steps=spec.warm_up,
-            lr_scheduler_type="cosine",
-            logging_steps=spec.log_every,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=spec.device == "cpu",
-            disable_tqdm=True,
-            bf16=spec.bf16,
-        )
-        Trainer(model=model_of(spec), args=arguments, train_dataset=rows, callbacks=[Turns()]).train()
+        arguments = TrainingArguments(**_arguments(spec, folder))
+        Trainer(model=model_of(spec), args=arguments, train_dataset=rows, callbacks=[turns]).train()
 
 
 def lightning(spec: Spec) -> None:
@@ -209,43 +227,17 @@ def lightning(spec: Spec) -> None:
 def trl(spec: Spec) -> None:
     """TRL's SFTTrainer on rows that are tokens already, without packing them again."""
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from tests.benchmarks.turns import Turn
-
-    turn = Turn()
-
-    class Turns(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            turn.done()
-
-        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            turn.end()
-
-    rows = rows_of(spec)
+    turns, rows = _turns(spec), rows_of(spec)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = SFTConfig(
-            output_dir=folder,
-            max_steps=spec.num_steps,
-            per_device_train_batch_size=spec.rows_per_step,
-            learning_rate=spec.lr,
-            weight_decay=spec.weight_decay,
-            warmup_steps=spec.warm_up,
-            lr_scheduler_type="cosine",
-            logging_steps=spec.log_every,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            bf16=spec.bf16,
-            max_length=rows.shape[1],
-            gradient_checkpointing=False,
-        )
-        data = Dataset.from_dict({"input_ids": rows.tolist()})
-        tokenizer = bytes_tokenizer(Path(folder))
+        settings = {**_arguments(spec, folder), "max_length": rows.shape[1], "gradient_checkpointing": False}
         SFTTrainer(
-            model=model_of(spec), args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[Turns()]
+            model=model_of(spec),
+            args=SFTConfig(**settings),
+            train_dataset=Dataset.from_dict({"input_ids": rows.tolist()}),
+            processing_class=bytes_tokenizer(Path(folder)),
+            callbacks=[turns],
         ).train()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.benchmarks.contenders import Spec, command, missing
 from tests.benchmarks.gpu_plugin import RESULTS
-from tests.benchmarks.peers import write_recipe
+from tests.benchmarks.peers import require_same_work, write_recipe
 from tests.benchmarks.token_rows import write_rows
 from tests.benchmarks.turns import alternate, hp_train, ratios
 
@@ -73,6 +73,7 @@ def _peers(folder: Path, spec: Spec, env: Mapping[str, str]) -> dict[str, Any]:
         if missing(peer) is None:
             commands[peer] = command(peer, spec.write(folder / "spec.json"))
     found = alternate(commands, env)
+    require_same_work(found)
     return {
         "tokens_per_second_ratio": ratios(found, "hyperparallel", NUM_WARM_UP),
         "step_ms": {name: round(1000 * median(one.steps[NUM_WARM_UP:]), 2) for name, one in found.items()},
@@ -98,7 +99,7 @@ def _variants(folder: Path, spec: Spec, env: Mapping[str, str]) -> dict[str, Any
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses[name] = [row["loss"] for row in rows if "loss" in row]
         found[name]["mfu"] = rows[-1].get("mfu")
-    for name, values in losses.items():
+    for name, values in losses.items() if "plain" in losses else ():
         pairs = zip(values, losses["plain"], strict=True)
         found[name]["largest_loss_difference"] = max(abs(one - other) / other for one, other in pairs)
     return found

@@ -28,7 +28,6 @@ LAYOUTS = {
     "ranks_4": ("--nproc=4",),
     "ranks_2_tp_2": ("--nproc=2", "--accelerator.tp_size=2"),
 }
-# A step that doesn't log: what all ranks count of it, the norm of the gradients, and the engine's own exchanges.
 COUNTED_STEPS = 6
 
 
@@ -56,6 +55,8 @@ def count(recipe: Path, folder: Path, options: Sequence[str], env: dict[str, str
     """The collectives of a step that doesn't log and of one that does."""
     run = folder / f"counted{'_'.join(options)}"
     settings = (f"--training.train_iters={COUNTED_STEPS}", "--training.log_every=4", "--training.micro_batch_size=1")
+    # A peak that is measured is exchanged after the first row.
+    settings += ("--training.device_peak_tflops=1",)
     command = hp_train(recipe, f"--output_dir={run}", *settings, *options, plugin="count_plugin.py")
     subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
     steps = json.loads((run / RESULTS).read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from hp_core.model.flops import Flops, UnknownFlopsError, training_flops
-from hp_core.testing.models import DEEPSEEK_V3, FAMILIES, LLAMA, QWEN3_MOE, auto_class
+from hp_core.testing.models import DEEPSEEK_V3, FAMILIES, LLAMA, QWEN3, QWEN3_MOE, auto_class
 from tests.model.replacement.rules import apply, skeleton
 from tests.plugins.test_replacements_in_models import RULES, rules_of
 
@@ -193,6 +194,16 @@ def experts_alone(model: Any) -> Any:
     return model
 
 
+def more_layers(model: Any) -> Any:
+    model.model.more = nn.ModuleList([copy.deepcopy(model.model.layers[0])])
+    return model
+
+
+def no_window(model: Any) -> Any:
+    model.config.layer_types = ["sliding_attention"] * 2
+    return model
+
+
 MAMBA = {"model_type": "mamba", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
 LINEAR = {**QWEN3_MOE, "model_type": "qwen3_next", "linear_num_value_heads": 4, "linear_num_key_heads": 2}
 UNKNOWN = {
@@ -203,6 +214,8 @@ UNKNOWN = {
     "experts alone": (experts_alone, QWEN3_MOE, "model.layers.0.mlp.experts is trained"),
     "state space": (lambda model: model, MAMBA, r"layers.0 \(MambaBlock\) has no modules of attention"),
     "linear attention": (lambda model: model, LINEAR, "layer 0 has 'linear_attention'"),
+    "more layers": (more_layers, QWEN3, r"layer 2 is none of the 2"),
+    "no window": (no_window, QWEN3, "layer 0 has 'sliding_attention' without a window"),
     "images": (lambda model: model, FAMILIES["qwen3_vl"], "takes images"),
     "not of transformers": (lambda model: nn.Linear(2, 2), LLAMA, "Linear is no model of transformers"),
 }
