@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, environment: ProcessEnvironment, folder: LaunchFolder | None) -> int:
     overrides = processes.overrides(args)
     world_size = environment.world_size if environment.launcher != "none" else None
-    recipe = checked_recipe(args.recipe, overrides, args.plugin, world_size)
+    with _importing():
+        recipe = checked_recipe(args.recipe, overrides, args.plugin, world_size)
     if environment.launcher == "none" and recipe.config.launch.needs_launcher:
         return _launch(recipe, args, overrides)
     if environment.launcher != "none":
@@ -88,6 +92,24 @@ def _run(args: argparse.Namespace, environment: ProcessEnvironment, folder: Laun
     # The launcher takes another code for a failure, and makes this the run's own when all have stopped.
     folder.write_stopped(environment.rank)
     return EXIT_DONE
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Look for no garbage while torch and transformers are imported for the first time.
+
+    They make hundreds of thousands of objects that stay, and each look through them takes a tenth of a second, now and
+    all through the run.
+    """
+    is_first = not {"torch", "transformers"} & sys.modules.keys() and gc.isenabled()
+    if is_first:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if is_first:
+            gc.freeze()
+            gc.enable()
 
 
 def _launch(recipe: Recipe, args: argparse.Namespace, overrides: list[str]) -> int:

@@ -40,10 +40,9 @@ def measure() -> dict[str, Any]:
         write_rows(folder / "rows.npy", num_rows=NUM_STEPS, length=TOKENS, tokenizer=model)
         spec = Spec(str(model), str(folder / "rows.npy"), 1, NUM_STEPS, lr=2e-5, warm_up=5, log_every=1)
         recipe = write_recipe(folder, spec)
-        chunked = "--loss_fn=chunked_causal_lm"
         commands = {
-            "bf16": hp_train(recipe, chunked, "--mixed_precision=bf16", f"--output_dir={folder / 'bf16'}"),
-            "own_fp32": hp_train(recipe, chunked, f"--output_dir={folder / 'fp32'}"),
+            "bf16": hp_train(recipe, "--mixed_precision=bf16", f"--output_dir={folder / 'bf16'}"),
+            "own_fp32": hp_train(recipe, f"--output_dir={folder / 'fp32'}"),
             "transformers_trainer_fp32": command("transformers_trainer", spec.write(folder / "spec.json")),
         }
         found = alternate(commands, {**os.environ, "HP_CACHE_DIR": str(folder / "cache")})

@@ -366,3 +366,23 @@ def test_the_code_of_a_run_that_is_ended_before_it_trains_is_the_documented_one(
     assert done.stdout.split()[-1] == str(code), done.stderr
     assert str(code) in hp_train("--help").stdout
     assert not (tmp_path / "run").exists()
+
+
+COLLECTOR = """\
+import gc, json
+from hp_core import hookimpl
+
+
+@hookimpl
+def on_train_end(run, report):
+    (run.directory.path / "collector.json").write_text(json.dumps([gc.isenabled(), gc.get_freeze_count()]))
+"""
+
+
+def test_what_is_imported_is_left_out_of_the_search_for_garbage(tmp_path):
+    (tmp_path / "collector.py").write_text(COLLECTOR)
+    done = hp_train(str(recipe(tmp_path)), "-p", str(tmp_path / "collector.py"), "--training.train_iters=1")
+    assert done.returncode == 0, done.stderr
+    is_enabled, frozen = json.loads((tmp_path / "run" / "collector.json").read_text())
+    assert is_enabled
+    assert frozen > 100_000
