@@ -2,8 +2,8 @@
 
 Every contender trains the same tiny Qwen3 in float32 on the CPU, on the same rows, with the same fused AdamW, and logs
 every tenth step. They are processes that take a step each by turns (`tests.benchmarks.turns`), so that whatever else
-the machine does hits all alike. `hyperparallel` is a plain recipe; `hyperparallel_replaced` asks for the replacements
-and the loss that come with the trainer, which compute the same. `torchtitan` has no CPU to train on and isn't run.
+the machine does hits all alike. `hyperparallel` is a plain recipe, and so are the others; `hyperparallel_compiled`
+compiles its layers. `torchtitan` has no CPU to train on and isn't run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ NUM_STEPS = 120
 NUM_WARM_UP = 20
 ROWS, TOKENS = 4, 256
 GOALS = {"loop": 1.0, "transformers_trainer": 1.1, "lightning": 1.05}
-# Of the mean of the last three losses that were logged; the orders of the rows differ.
-MAX_LOSS_DIFFERENCE = 0.05
+# Of the mean of the last three losses that were logged, of 8 at first. The orders of the rows differ, and transformers
+# logs the mean of ten steps where the others log the tenth.
+MAX_LOSS_DIFFERENCE = 0.1
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -54,10 +55,7 @@ checkpoint: {{save_last: false}}
 evaluation: {{at_end: false}}
 """
 
-REPLACED = (
-    "--loss_fn=chunked_causal_lm",
-    "--plan_overrides=[{match: '*norm', replace_module: rms_norm}, {match: '*.mlp', replace_module: swiglu}]",
-)
+COMPILED = "--compile.mode=default"
 
 
 def measure() -> dict[str, Any]:
@@ -67,7 +65,7 @@ def measure() -> dict[str, Any]:
         recipe = write_recipe(folder, spec)
         commands = {
             "hyperparallel": hp_train(recipe, f"--output_dir={folder / 'run'}"),
-            "hyperparallel_replaced": hp_train(recipe, f"--output_dir={folder / 'replaced'}", *REPLACED),
+            "hyperparallel_compiled": hp_train(recipe, f"--output_dir={folder / 'compiled'}", COMPILED),
         }
         not_run = {"torchtitan": "needs an accelerator"}
         for peer in CONTENDERS:
@@ -80,7 +78,7 @@ def measure() -> dict[str, Any]:
     plain = ratios(found, "hyperparallel", NUM_WARM_UP)
     return {
         "tokens_per_second_ratio": plain,
-        "tokens_per_second_ratio_replaced": ratios(found, "hyperparallel_replaced", NUM_WARM_UP),
+        "tokens_per_second_ratio_compiled": ratios(found, "hyperparallel_compiled", NUM_WARM_UP),
         "step_ms": {name: round(1000 * median(one.steps[NUM_WARM_UP:]), 2) for name, one in found.items()},
         "goals": GOALS,
         "reached": {name: plain[name]["median_of_pairs"] >= goal for name, goal in GOALS.items() if name in plain},
