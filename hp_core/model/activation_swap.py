@@ -161,10 +161,7 @@ class Kept:
             return self.storage
         self.come_back(transfer)
         if self._back is None:
-            raise RunError(
-                f"activation_swap: something that {self.region} needs for its gradients was changed in place, or "
-                "freed, after it was computed with; compute it out of place, or leave the module out of the swapped"
-            )
+            raise _changed(self.region)
         transfer.wait(self._ready)
         return self._back
 
@@ -184,6 +181,14 @@ class View:
         """The tensor, of this storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True, eq=False)
+class Stayed:
+    """What autograd holds in the place of a tensor that stays, such as a weight; its version tells of changes."""
+
+    alias: torch.Tensor
+    version: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,7 +226,7 @@ class Region:
             parts = {name: self.pack(getattr(tensor, name)) for name in names}
             return Parts(type(tensor), parts, context, tensor.size(), tensor.stride())
         if not self._is_movable(tensor):
-            return tensor.detach()
+            return Stayed(tensor.detach(), tensor._version)
         storage = tensor.untyped_storage()
         key = (storage._cdata, storage.nbytes(), tensor._version)
         kept = self._swap.kept.get(key)
@@ -234,7 +239,7 @@ class Region:
         """The tensor that `pack` was given.
 
         Raises:
-            RunError: see `Kept.on_device`.
+            RunError: it was changed after it was computed with.
         """
         if isinstance(packed, View):
             self._come_back()
@@ -243,8 +248,10 @@ class Region:
             parts = {name: self.unpack(one) for name, one in packed.parts.items()}
             made: torch.Tensor = packed.kind.__tensor_unflatten__(parts, packed.context, packed.size, packed.stride)
             return made
-        assert isinstance(packed, torch.Tensor)
-        return packed
+        assert isinstance(packed, Stayed)
+        if packed.alias._version != packed.version:
+            raise _changed(self._name)
+        return packed.alias
 
     def leave(self) -> None:
         """Copy what was kept to the host, the forward having ended.
@@ -298,3 +305,10 @@ class Region:
 
 def _nothing() -> None:
     return None
+
+
+def _changed(region: str) -> RunError:
+    return RunError(
+        f"activation_swap: something that {region} needs for its gradients was changed in place, or freed, after it "
+        "was computed with; compute it out of place, or leave the module out of the swapped"
+    )

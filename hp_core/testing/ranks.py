@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import multiprocessing.context
 import os
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,9 @@ PRELOAD = (
     "hp_core.testing.replacements",
     "hp_core.testing.trainers",
 )
+
+
+_Rank: TypeAlias = tuple[multiprocessing.context.ForkServerProcess, Connection]
 
 
 class RankError(AssertionError):
@@ -65,7 +70,7 @@ def run_ranks(
     call = pickle.dumps((function, args))
     ranks = [_start(context, call, rank, world_size, store.port) for rank in range(world_size)]
     try:
-        return _collect([pipe for _, pipe in ranks], time.monotonic() + timeout)
+        return _collect(ranks, time.monotonic() + timeout)
     finally:
         for process, pipe in ranks:
             process.join(timeout=5)
@@ -82,7 +87,7 @@ def _start(
     rank: int,
     world_size: int,
     port: int,
-) -> tuple[multiprocessing.context.ForkServerProcess, Connection]:
+) -> _Rank:
     receive, send = context.Pipe(duplex=False)
     environment = ProcessEnvironment(
         launcher="torchrun",
@@ -100,6 +105,8 @@ def _start(
 
 def _rank(pipe: Connection, call: bytes, environment: ProcessEnvironment) -> None:
     torch.set_num_threads(1)
+    # torch's and gloo's own code can end a process without an exception.
+    faulthandler.enable()
     try:
         function, args = pickle.loads(call)
         _send(pipe, ("returned", function(environment, *args)))
@@ -116,7 +123,8 @@ def _send(pipe: Connection, message: tuple[str, Any]) -> None:
     pipe.send_bytes(pickle.dumps(message))
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+def _collect(ranks: Sequence[_Rank], deadline: float) -> list[Any]:
+    pipes = [pipe for _, pipe in ranks]
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         open_pipes = [pipe for index, pipe in enumerate(pipes) if index not in results]
@@ -130,8 +138,16 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             try:
                 kind, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                raise RankError(f"rank {rank} ended without a word") from None
+                raise RankError(f"rank {rank} ended without a word{_way_out(ranks[rank][0])}") from None
             if kind == "raised":
                 raise RankError(value)
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _way_out(process: multiprocessing.context.ForkServerProcess) -> str:
+    process.join(timeout=5)
+    code = process.exitcode
+    if code is None:
+        return ""
+    return f" (exit code {code})" if code >= 0 else f" ({signal.Signals(-code).name})"

@@ -277,6 +277,41 @@ def test_what_autograd_refuses_because_it_was_changed_is_refused(
         a_region(compute)[0](given(4)).sum().backward()
 
 
+class Scaled(nn.Module):
+    """Its weight times a buffer, which it may change after it has computed with it."""
+
+    def __init__(self, *, changes_buffer: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(3.0))
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.changes_buffer = changes_buffer
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        found = value * self.weight * self.scale
+        if self.changes_buffer:
+            self.scale.mul_(2)
+        return found
+
+
+def test_a_buffer_that_is_changed_after_it_was_computed_with_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Scaled(changes_buffer=True)(given(4)).sum().backward()
+    model = nn.Sequential(Scaled(changes_buffer=True))
+    swap_activations(model, ActivationSwapConfig(mode="host", modules=["0"]), CPU)
+    with pytest.raises(RunError, match="something that 0 needs for its gradients was changed in place"):
+        model(given(4)).sum().backward()
+
+
+def test_a_weight_that_is_changed_before_the_backward_pass_is_refused() -> None:
+    model = nn.Sequential(Scaled())
+    swap_activations(model, ActivationSwapConfig(mode="host", modules=["0"]), CPU)
+    loss = model(given(4)).sum()
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # type: ignore[operator, union-attr]
+    with pytest.raises(RunError, match="something that 0 needs for its gradients was changed in place"):
+        loss.backward()
+
+
 def test_a_change_after_the_module_does_no_harm() -> None:
     value = given(4)
     region, _ = a_region(lambda one: one.exp())

@@ -52,7 +52,8 @@ def test_a_section_after_a_failed_one_says_what_failed_first() -> None:
 
 
 def test_a_rank_that_dies_is_told() -> None:
-    with pytest.raises(BrokenPromiseError, match="ended without a word; a collective that not every rank joins"):
+    message = r"ended without a word \(exit code 3\); a collective that not every rank joins"
+    with pytest.raises(BrokenPromiseError, match=message):
         on_ranks([Section("one", dies)], 5)
 
 
