@@ -9,6 +9,9 @@ from pydantic import Field
 
 from hp_core.config.base import Conflict, Section, value_at
 
+RECORDING = ("reduce-overhead", "max-autotune")
+"""The modes that record CUDA graphs."""
+
 
 class CompileConfig(Section):
     """Whether layers run as code that torch.compile made of them, and what happens where it can't."""
@@ -16,7 +19,8 @@ class CompileConfig(Section):
     mode: Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = Field(
         "off",
         description="`off` runs layers as they are written; `default` compiles each; the others do what torch.compile "
-        "does by these names: record CUDA graphs (`reduce-overhead`), try several kernels for each product, or both.",
+        "does by these names: record CUDA graphs (`reduce-overhead`), try several kernels for each product "
+        "(`max-autotune-no-cudagraphs`), or both.",
     )
     backend: str = Field("inductor", min_length=1, description="What makes code of a graph, by torch.compile's name.")
     modules: list[str] | None = Field(
@@ -50,14 +54,25 @@ class CompileConfig(Section):
 def compile_conflicts(recipe: Mapping[str, Any]) -> Iterator[Conflict]:
     """Yield one for each setting of another section that compiled modules can't be combined with.
 
-    `recipe` has the sections `compile`, `accelerator`, `activation_checkpoint` and `training`, or some of them.
+    `recipe` has the sections `compile`, `accelerator`, `activation_checkpoint`, `activation_swap` and `training`, or
+    some of them.
     """
     mode = value_at(recipe, "compile", "mode") or "off"
     if mode == "off":
         return
-    if mode == "reduce-overhead" and value_at(recipe, "training", "device") == "cpu":
-        yield Conflict("reduce-overhead records CUDA graphs, which a CPU hasn't", "compile.mode", "write mode: default")
+    if mode in RECORDING:
+        if value_at(recipe, "training", "device") == "cpu":
+            yield Conflict(f"{mode} records CUDA graphs, which a CPU hasn't", "compile.mode", without_graphs(mode))
+        if (value_at(recipe, "activation_swap", "mode") or "off") != "off":
+            message = "moves what is kept for the backward pass, which CUDA graphs look for where it was"
+            hint = f"{without_graphs(mode)}, or write activation_swap.mode: off"
+            yield Conflict(f"{message}; compile.mode {mode} records them", "activation_swap.mode", hint)
     spreads = (value_at(recipe, "accelerator", "ep_size") or 1) != 1
     if spreads and value_at(recipe, "activation_checkpoint", "mode") == "selective":
         why = "keeps results of single operators, and layers that send tokens to experts are compiled in pieces"
         yield Conflict(f"selective {why}", "activation_checkpoint.mode", "write mode: full, or compile.mode: off")
+
+
+def without_graphs(mode: str) -> str:
+    """What to write in the place of a mode that records CUDA graphs."""
+    return "write mode: default" if mode == "reduce-overhead" else "write mode: max-autotune-no-cudagraphs"

@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 import torch._inductor as inductor
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
@@ -18,7 +20,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from hp_core.config.compile import CompileConfig
+from hp_core.config.compile import RECORDING, CompileConfig, without_graphs
 from hp_core.data.cache import cache_directory
 from hp_core.errors import InputError, Problem, RunError
 from hp_core.model.activation_checkpoint import Recomputed
@@ -72,6 +74,11 @@ class Compiler:
         return compiled
 
     def _compiled(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+        # Else torch compiles the backward pass when it runs, where a failure of it ends the run.
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            return self._by_backend(graph, inputs, **options)
+
+    def _by_backend(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         if self.config.backend != "inductor":
             return torch._dynamo.lookup_backend(self.config.backend)(graph, inputs, **options)
         # Dropout draws the numbers that it draws without compilation.
@@ -142,15 +149,12 @@ class Compilation:
     def install(self, model: nn.Module) -> None:
         """Have the chosen modules that this rank holds run as compiled code, in place; nothing is renamed.
 
-        They do so once `start_compiling` is called. Hooks around a module, FSDP2's among them, stay outside, and what
-        swaps. So does what runs a module again as a whole, as its code may be in pieces; what keeps products is a part
-        of the graph, where products can be told.
+        It wants `compile_settings` around it and around what is run. They do so once `start_compiling` is called. Hooks
+        around a module, FSDP2's among them, stay outside, and what swaps. So does what runs a module again as a whole,
+        as its code may be in pieces; what keeps products is a part of the graph, where products can be told.
         """
         held = set(members_of(model))
         own = [(name, module) for name, module in self.chosen if module in held]
-        # Running a layer again repeats no more than putting parts in the places of parameters, which is undone there.
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-        torch._dynamo.config.suppress_errors = self.compiler.config.on_failure == "eager"
         # torch counts by function, and the functions around their forward are those of all layers.
         kinds = {(type(module), *map(type, module.modules())) for _, module in own}
         limit = max(_NUM_VERSIONS * len(kinds), torch._dynamo.config.recompile_limit)
@@ -229,9 +233,9 @@ def _unusable(config: CompileConfig, device: torch.device) -> Iterator[Problem]:
     if config.backend not in known:
         hint = did_you_mean(config.backend, known) or f"use one of {', '.join(known)}"
         yield Problem(f"torch.compile has no backend {config.backend!r}", path="compile.backend", hint=hint)
-    if config.mode == "reduce-overhead" and device.type != "cuda":
-        message = f"reduce-overhead records CUDA graphs, which a {device.type} hasn't"
-        yield Problem(message, path="compile.mode", hint="write mode: default")
+    if config.mode in RECORDING and device.type != "cuda":
+        message = f"{config.mode} records CUDA graphs, which a {device.type} hasn't"
+        yield Problem(message, path="compile.mode", hint=without_graphs(config.mode))
     if config.backend == "inductor" and device.type == "cpu" and config.on_failure == "stop":
         try:
             get_cpp_compiler()
@@ -257,19 +261,44 @@ def _guards(entries: Sequence[GuardFilterEntry]) -> list[bool]:
     return [one.guard_type not in ("CLOSURE_MATCH", "ID_MATCH") or not isinstance(one.value, ours) for one in entries]
 
 
-def keep_compiled() -> None:
-    """Have torch keep what it compiles for later runs, in the cache directory; where the user has chosen one, there.
+@contextmanager
+def compile_settings(config: CompileConfig) -> Iterator[None]:
+    """Have torch compile as a recipe says, and keep code in the cache directory; afterwards torch is as it was.
+
+    Where the user has chosen another directory for code, it is kept there.
 
     Raises:
         InputError: the directory can't be written.
     """
-    # torch writes its own choice there when it is imported.
-    if os.environ.get(_CACHE, default_cache_dir()) != default_cache_dir():
+    if config.mode == "off":
+        yield
         return
+    settings = {
+        # Running a layer again repeats no more than putting parts in the places of parameters, which is undone there.
+        "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
+        "suppress_errors": config.on_failure == "eager",
+        # For `Compilation.install` to raise.
+        "recompile_limit": torch._dynamo.config.recompile_limit,
+    }
+    before = os.environ.get(_CACHE)
+    # torch writes its own choice there when it is imported.
+    if before in (None, default_cache_dir()):
+        os.environ[_CACHE] = str(_code_directory())
+    try:
+        with torch._dynamo.config.patch(settings):
+            yield
+    finally:
+        if before is None:
+            os.environ.pop(_CACHE, None)
+        else:
+            os.environ[_CACHE] = before
+
+
+def _code_directory() -> Path:
     directory = cache_directory() / "compiled"
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         message = f"the cache {str(directory)!r} can't be written: {error.strerror or error}"
         raise InputError(Problem(message, path="compile", hint=f"set HP_CACHE_DIR or {_CACHE}")) from error
-    os.environ[_CACHE] = str(directory)
+    return directory

@@ -27,7 +27,7 @@ from hp_core.entry_points import describe
 from hp_core.errors import HpError, InputError, Problem
 from hp_core.export.check import prepare_export
 from hp_core.export.settings import write_settings
-from hp_core.model.compile import keep_compiled
+from hp_core.model.compile import compile_settings
 from hp_core.model.replacement.replacer import ModuleReplacer
 from hp_core.observe.console import Console
 from hp_core.observe.delivery import Delivery
@@ -76,7 +76,7 @@ def train(
     # What the command line adds is part of the run: it is written down, and compared, with the rest of the recipe.
     recipe = recipe.with_plugins([*recipe.config.plugins, *extra_plugins])
     try:
-        with closed_to_others():
+        with closed_to_others(), compile_settings(recipe.config.compile):
             return _train(recipe, environment, overwrite, command)
     except InputError as error:
         raise recipe.located(error) from error
@@ -97,8 +97,6 @@ def _train(
     )
     if config.training.enable_full_determinism:
         _be_deterministic()
-    if config.compile.mode != "off":
-        keep_compiled()
     if "OMP_NUM_THREADS" not in os.environ and environment.launcher == "none":
         torch.set_num_threads(default_threads(1))
     with distributed(environment, config, digests(config)) as setup:

@@ -29,6 +29,12 @@ def test_every_key_without_effect_is_told_at_once(tmp_path: Path) -> None:
     [
         (("--compile.mode=max-autotune", "--compile.backend=aot_eager"), "compile.mode", "only inductor has it"),
         (("--compile.mode=reduce-overhead", "--training.device=cpu"), "compile.mode", "reduce-overhead records"),
+        (("--compile.mode=max-autotune", "--training.device=cpu"), "compile.mode", "max-autotune records CUDA graphs"),
+        (
+            ("--compile.mode=reduce-overhead", "--activation_swap.mode=host"),
+            "activation_swap.mode",
+            "moves what is kept for the backward pass",
+        ),
         (
             (ON, "--accelerator.ep_size=2", "--activation_checkpoint.mode=selective"),
             "activation_checkpoint.mode",

@@ -1,12 +1,16 @@
 import copy
 import dataclasses
+import os
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
+from torch._functorch.aot_autograd import make_boxed_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
 from hp_core import InputError
@@ -14,7 +18,7 @@ from hp_core.config.compile import CompileConfig
 from hp_core.config.memory import ActivationCheckpointConfig
 from hp_core.errors import RunError
 from hp_core.model import compile as compiling
-from hp_core.model.compile import Compilation, Compiled, as_written, compiler_of, keep_compiled, start_compiling
+from hp_core.model.compile import Compilation, Compiled, as_written, compile_settings, compiler_of, start_compiling
 from hp_core.training.compiling import Compilations
 from tests.model.tiny import QWEN3, QWEN3_MOE, a_setup, build
 
@@ -25,11 +29,12 @@ IDS = torch.arange(2 * 16).reshape(2, 16) % 61
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
+def _as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HP_CACHE_DIR", str(tmp_path / "cache"))
     torch._dynamo.reset()
-    yield
+    with compile_settings(settings()):
+        yield
     torch._dynamo.reset()
-    torch._dynamo.config.suppress_errors = False
 
 
 @pytest.fixture
@@ -42,6 +47,21 @@ def fails() -> Iterator[str]:
 
     yield "makes_nothing"
     del _COMPILER_FNS["makes_nothing"]
+
+
+@pytest.fixture
+def fails_backward() -> Iterator[str]:
+    """A backend that compiles a forward pass alone."""
+
+    def none(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no gradients on this machine")
+
+    register_backend(
+        aot_autograd(fw_compiler=make_boxed_compiler(lambda graph, inputs: graph.forward), bw_compiler=none),
+        name="only_forward",
+    )
+    yield "only_forward"
+    del _COMPILER_FNS["only_forward"]
 
 
 def settings(**values: Any) -> CompileConfig:
@@ -228,6 +248,18 @@ def test_or_ends_the_run(fails: str) -> None:
         gradients(model)
 
 
+def test_a_backward_pass_that_can_not_be_compiled_is_no_different(plain: Any, fails_backward: str) -> None:
+    wanted = r"^compile: model.layers.0 can't be compiled: NotImplementedError: no gradients on this machine; "
+    with pytest.raises(RunError, match=wanted):
+        gradients(compiled(backend=fails_backward))
+    model = compiled(backend=fails_backward, on_failure="eager")
+    watch = watched(model)
+    assert_alike(gradients(model), gradients(plain))
+    watch.read()
+    (line,) = watch.warnings()
+    assert line.endswith("run as they are written: NotImplementedError: no gradients on this machine")
+
+
 @pytest.mark.parametrize(
     ("values", "path", "message", "hint"),
     [
@@ -237,6 +269,12 @@ def test_or_ends_the_run(fails: str) -> None:
             "compile.mode",
             "reduce-overhead records CUDA graphs, which a cpu hasn't",
             "write mode: default",
+        ),
+        (
+            {"mode": "max-autotune", "backend": "inductor"},
+            "compile.mode",
+            "max-autotune records CUDA graphs, which a cpu hasn't",
+            "write mode: max-autotune-no-cudagraphs",
         ),
         ({"modules": ["*.mpl"]}, "compile.modules[0]", "'*.mpl' matches no module of the model", "*.mlp"),
     ],
@@ -282,20 +320,36 @@ def test_a_machine_without_a_compiler_is_refused_unless_it_may_run_as_written(mo
 
 
 def test_code_is_kept_where_other_caches_are_unless_the_user_says_where(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HP_CACHE_DIR", str(tmp_path / "hp"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
-    keep_compiled()
-    assert compiling.os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
+    with compile_settings(settings()):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    keep_compiled()
-    assert compiling.os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "hp" / "compiled")
+    with compile_settings(settings()):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "hp" / "compiled")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HP_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(InputError, match=r"the cache .* can't be written"), compile_settings(settings()):
+        pass
+
+
+def fails_in_a_run() -> None:
+    with compile_settings(settings(on_failure="eager")):
+        assert torch._dynamo.config.suppress_errors
+        gradients(compiled(modules=["*.mlp", "*.self_attn"]))
+        assert torch._dynamo.config.recompile_limit == 16
+        raise ZeroDivisionError
+
+
+def test_torch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    with pytest.raises(InputError, match=r"the cache .* can't be written"):
-        keep_compiled()
+    before = torch._dynamo.config.get_config_copy()
+    with pytest.raises(ZeroDivisionError):
+        fails_in_a_run()
+    assert torch._dynamo.config.get_config_copy() == before
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
 def test_experts_are_the_same_too() -> None:
