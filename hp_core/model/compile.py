@@ -21,6 +21,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from hp_core.config.compile import RECORDING, CompileConfig, without_graphs
+from hp_core.config.models import AcceleratorConfig
 from hp_core.data.cache import cache_directory
 from hp_core.errors import InputError, Problem, RunError
 from hp_core.model.activation_checkpoint import Recomputed
@@ -28,6 +29,7 @@ from hp_core.model.activation_swap import Swapped
 from hp_core.model.patterns import chosen_modules
 from hp_core.parallel.expert.experts import holds_experts
 from hp_core.parallel.pipeline.runner import members_of
+from hp_core.parallel.pipeline.schedules import SCHEDULES
 from hp_core.parallel.setup import DistributedSetup
 from hp_core.parallel.tensor.random_numbers import OwnDropout
 from hp_core.parallel.tensor.region import RowForward, SharedForward
@@ -74,11 +76,6 @@ class Compiler:
         return compiled
 
     def _compiled(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
-        # Else torch compiles the backward pass when it runs, where a failure of it ends the run.
-        with functorch_config.patch(force_non_lazy_backward_lowering=True):
-            return self._by_backend(graph, inputs, **options)
-
-    def _by_backend(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         if self.config.backend != "inductor":
             return torch._dynamo.lookup_backend(self.config.backend)(graph, inputs, **options)
         # Dropout draws the numbers that it draws without compilation.
@@ -262,10 +259,14 @@ def _guards(entries: Sequence[GuardFilterEntry]) -> list[bool]:
 
 
 @contextmanager
-def compile_settings(config: CompileConfig) -> Iterator[None]:
+def compile_settings(config: CompileConfig, accelerator: AcceleratorConfig) -> Iterator[None]:
     """Have torch compile as a recipe says, and keep code in the cache directory; afterwards torch is as it was.
 
     Where the user has chosen another directory for code, it is kept there.
+
+    Args:
+        config: the recipe's `compile`.
+        accelerator: the recipe's `accelerator`.
 
     Raises:
         InputError: the directory can't be written.
@@ -280,12 +281,19 @@ def compile_settings(config: CompileConfig) -> Iterator[None]:
         # For `Compilation.install` to raise.
         "recompile_limit": torch._dynamo.config.recompile_limit,
     }
+    splits_backward = accelerator.pp_size != 1 and SCHEDULES[accelerator.pp_schedule].splits_backward
+    backward_settings = {
+        # Else it is compiled when it runs, where a failure ends the run.
+        "force_non_lazy_backward_lowering": True,
+        # What is kept is used twice.
+        "donated_buffer": functorch_config.donated_buffer and not splits_backward,
+    }
     before = os.environ.get(_CACHE)
     # torch writes its own choice there when it is imported.
     if before in (None, default_cache_dir()):
         os.environ[_CACHE] = str(_code_directory())
     try:
-        with torch._dynamo.config.patch(settings):
+        with torch._dynamo.config.patch(settings), functorch_config.patch(backward_settings):
             yield
     finally:
         if before is None:

@@ -76,7 +76,7 @@ def train(
     # What the command line adds is part of the run: it is written down, and compared, with the rest of the recipe.
     recipe = recipe.with_plugins([*recipe.config.plugins, *extra_plugins])
     try:
-        with closed_to_others(), compile_settings(recipe.config.compile):
+        with closed_to_others(), compile_settings(recipe.config.compile, recipe.config.accelerator):
             return _train(recipe, environment, overwrite, command)
     except InputError as error:
         raise recipe.located(error) from error

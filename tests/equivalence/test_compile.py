@@ -13,7 +13,9 @@ import pytest
 from torch._dynamo import lookup_backend
 from torch._dynamo.backends.registry import register_backend
 
-from hp_core.model.compile import compiler_of
+from hp_core.config.compile import CompileConfig
+from hp_core.config.models import AcceleratorConfig
+from hp_core.model.compile import compile_settings, compiler_of
 from hp_core.parallel.environment import ProcessEnvironment
 from hp_core.testing.ranks import run_ranks
 from hp_core.training.compiling import Compilations
@@ -32,7 +34,9 @@ Outcome = tuple[Found, Mapping[str, Any]]
 
 def step(environment: ProcessEnvironment, case: Case, layout: Layout, cache_dir: str) -> Outcome:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_dir
-    with _setup(environment, layout) as setup:
+    settings = CompileConfig(mode="default", backend="aot_eager")
+    accelerator = AcceleratorConfig.model_validate(layout.accelerator)
+    with compile_settings(settings, accelerator), _setup(environment, layout) as setup:
         trial = Trial(setup, case, layout)
         compiler = compiler_of(trial.model)
         assert compiler is not None

@@ -16,6 +16,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from hp_core import InputError
 from hp_core.config.compile import CompileConfig
 from hp_core.config.memory import ActivationCheckpointConfig
+from hp_core.config.models import AcceleratorConfig
 from hp_core.errors import RunError
 from hp_core.model import compile as compiling
 from hp_core.model.compile import Compilation, Compiled, as_written, compile_settings, compiler_of, start_compiling
@@ -25,6 +26,7 @@ from tests.model.tiny import QWEN3, QWEN3_MOE, a_setup, build
 # torch reads gradients that are not there while it compiles, and hides the warning, which as an error it can't.
 pytestmark = pytest.mark.filterwarnings("default")
 CONFIG = {**QWEN3, "num_hidden_layers": 3, "attention_dropout": 0.1}
+ALONE = AcceleratorConfig()
 IDS = torch.arange(2 * 16).reshape(2, 16) % 61
 
 
@@ -32,7 +34,7 @@ IDS = torch.arange(2 * 16).reshape(2, 16) % 61
 def _as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HP_CACHE_DIR", str(tmp_path / "cache"))
     torch._dynamo.reset()
-    with compile_settings(settings()):
+    with compile_settings(settings(), ALONE):
         yield
     torch._dynamo.reset()
 
@@ -324,19 +326,19 @@ def test_code_is_kept_where_other_caches_are_unless_the_user_says_where(
 ) -> None:
     monkeypatch.setenv("HP_CACHE_DIR", str(tmp_path / "hp"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
-    with compile_settings(settings()):
+    with compile_settings(settings(), ALONE):
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    with compile_settings(settings()):
+    with compile_settings(settings(), ALONE):
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "hp" / "compiled")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HP_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(InputError, match=r"the cache .* can't be written"), compile_settings(settings()):
+    with pytest.raises(InputError, match=r"the cache .* can't be written"), compile_settings(settings(), ALONE):
         pass
 
 
 def fails_in_a_run() -> None:
-    with compile_settings(settings(on_failure="eager")):
+    with compile_settings(settings(on_failure="eager"), ALONE):
         assert torch._dynamo.config.suppress_errors
         gradients(compiled(modules=["*.mlp", "*.self_attn"]))
         assert torch._dynamo.config.recompile_limit == 16
