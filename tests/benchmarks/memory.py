@@ -29,20 +29,11 @@ from hp_core.config.memory import ActivationCheckpointConfig, ActivationSwapConf
 from hp_core.model.saved_bytes import SavedBytes, saved_bytes
 from tests.benchmarks.memory_watch import RESULTS
 from tests.benchmarks.overhead import RECIPE
+from tests.benchmarks.peers import MODEL
 from tests.model.tiny import QWEN3, a_setup, build
 
 ROWS, TOKENS = 4, 256
-CONFIG = {
-    **QWEN3,
-    "vocab_size": 4096,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "tie_word_embeddings": False,
-}
+CONFIG = {**QWEN3, **MODEL}
 NUM_WARM_UP, NUM_ROUNDS = 2, 10
 GOALS = {"full": 0.15, "swap": 0.15}
 MAX_GROWTH_BYTES = 2**20

@@ -375,6 +375,7 @@ def compiled(bench: Bench, *overrides: str, backend: str = "hp_records") -> tupl
 def compiles(bench: Bench) -> bool:
     on, graphs = compiled(bench, "--compile.mode=default")
     off = bench.run("--model.config.num_hidden_layers=2", "--evaluation.at_end=false")
+    assert on.code == 0, on.output
     facts = manifest(on.directory)["compile"]
     assert (facts["modules"], facts["graphs"], on.code) == (2, len(graphs), 0), on.output
     return "compile" not in manifest(off.directory) and on.losses() == off.losses() and len(graphs) > 0

@@ -101,13 +101,14 @@ def test_what_torch_itself_fails_at_is_told_with_its_function(run: Any, monkeypa
     compiler = start_compiling(run.model)
     assert compiler is not None
     compilations = Compilations(compiler)
-    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", True)
 
     def fails(*_: Any, **__: Any) -> None:
         raise AssertionError("a fault of torch\nand its trace")
 
     monkeypatch.setattr(torch._dynamo.output_graph.OutputGraph, "compile_and_call_fx_graph", fails)
-    step(run, 16)
+    # What monkeypatch takes back of torch's settings is gone for good.
+    with torch._dynamo.config.patch(suppress_errors=True):
+        step(run, 16)
     compilations.read()
     failures = compilations.facts()["failures"]
     assert failures
