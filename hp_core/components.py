@@ -48,7 +48,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group("hp.collators", "dataloader.collate_fn", ("tokenizer", "max_seq_len", "mesh_context")),
     Group("hp.trainers", "trainer", ("config",)),
-    Group("hp.trackers", "trackers", ("run_dir", "config", "first_step", "recipe")),
+    Group("hp.trackers", "trackers", ("run_dir", "config", "first_step", "recipe", "run_names")),
 )
 
 _BY_NAME = {one.name: one for one in GROUPS}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+
+from hp_core.errors import ArgumentError
 
 METRICS_FILE = "metrics.jsonl"
 # By tracker, what it calls the run, for the run that goes on.
@@ -41,23 +44,53 @@ class MarksFailure(Protocol):
         ...
 
 
-def recall(run_directory: Path, tracker: str) -> str | None:
-    """What a tracker calls the run that goes on in the directory, if `remember` was told."""
-    path = run_directory / TRACKERS_FILE
-    found: str | None = json.loads(path.read_text(encoding="utf-8")).get(tracker) if path.exists() else None
-    return found
+class RunNames:
+    """What trackers call this run, for the run that goes on: `trackers.json` of its directory.
+
+    Nothing is written before all trackers are built, so that a run that can't begin takes nothing from the one before.
+    """
+
+    def __init__(self, directory: Path, *, continues: bool) -> None:
+        self._path = directory / TRACKERS_FILE
+        self._before: dict[str, str] = {}
+        if continues and self._path.exists():
+            self._before = json.loads(self._path.read_text(encoding="utf-8"))
+        self._now: dict[str, RunName] = {}
+
+    def claim(self, library: str, **told: str | None) -> RunName:
+        """Take a place for a tracker; `told` is all that its library tells runs by, as in the recipe.
+
+        Raises:
+            ArgumentError: another tracker of this run has it.
+        """
+        tracker = ", ".join([library, *(f"{field} {value}" for field, value in told.items() if value is not None)])
+        if tracker in self._now:
+            message = f"another tracker of the run is the same: {tracker}"
+            raise ArgumentError("", message, "remove one, or write another run_name")
+        self._now[tracker] = RunName(self._before.get(tracker))
+        return self._now[tracker]
+
+    def write(self) -> None:
+        """Write down the names that were kept; those of trackers that this run hasn't stay."""
+        now = {tracker: one.kept for tracker, one in self._now.items() if one.kept is not None}
+        names = {**self._before, **now}
+        if names:
+            _write(self._path, json.dumps(names, indent=2) + "\n")
+        else:
+            self._path.unlink(missing_ok=True)
 
 
-def remember(run_directory: Path, tracker: str, name: str) -> None:
-    """Keep what a tracker calls this run."""
-    path = run_directory / TRACKERS_FILE
-    names = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    _write(path, json.dumps({**names, tracker: name}, indent=2) + "\n")
+@dataclass
+class RunName:
+    """What a tracker calls this run.
 
+    Attributes:
+        earlier: what it called the run that goes on; None if it is a new one, or the tracker is.
+        kept: what it calls the run from now on, once the tracker has told.
+    """
 
-def forget(run_directory: Path) -> None:
-    """Drop what trackers called an earlier run of the directory."""
-    (run_directory / TRACKERS_FILE).unlink(missing_ok=True)
+    earlier: str | None
+    kept: str | None = None
 
 
 class JsonlTracker:

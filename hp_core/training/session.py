@@ -43,7 +43,7 @@ from hp_core.observe.run_directory import (
     versions,
     write_json,
 )
-from hp_core.observe.trackers import JsonlTracker, forget
+from hp_core.observe.trackers import JsonlTracker, RunNames
 from hp_core.parallel.agreement import require_same_everywhere
 from hp_core.parallel.attempts import RUN_DIRECTORY
 from hp_core.parallel.environment import ProcessEnvironment
@@ -164,13 +164,19 @@ def _close_trackers(run: Run, kind: type[BaseException] | None, *_: object) -> N
 def _add_trackers(run: Run) -> None:
     """Build the recipe's trackers; those that are there when another can't be built are closed with the run."""
     recipe = {**to_shown_data(resolved_tree(run.recipe)), "output_dir": str(run.directory.path)}
+    names = RunNames(run.directory.path, continues=run.directory.continues)
     for target in run.config.trackers:
         tracker = target.build(
-            run_dir=run.directory.path, config=run.config, first_step=run.state.step + 1, recipe=recipe
+            run_dir=run.directory.path,
+            config=run.config,
+            first_step=run.state.step + 1,
+            recipe=recipe,
+            run_names=names,
         )
         run.trackers.append(
             Delivery(tracker, f"{target.section} ({target.spelling})", partial(_report_tracker, run, target.section))
         )
+    names.write()
 
 
 def _report_tracker(run: Run, section: str, line: str, facts: Mapping[str, Any]) -> None:
@@ -248,8 +254,6 @@ def _open_here(run: Run, beginning: Beginning) -> None:
     make(directory)
     run.lock = lock(directory)
     beginning.require_unchanged(directory)
-    if not directory.continues:
-        forget(directory.path)
     # A tracker that can't be built must not cost the run that is to be replaced.
     _add_trackers(run)
     clear(directory, overwrite=beginning.overwrite)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import posixpath
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from hp_core.config.render import scalar_text
 from hp_core.entry_points import describe
 from hp_core.errors import ArgumentError
-from hp_core.observe.trackers import recall, remember
+from hp_core.observe.trackers import RunNames
 
+_V = TypeVar("_V")
 # What a tracking server takes in one request.
 _MOST_PARAMS = 100
+# Of a param's value, and of a name.
+_MOST_CHARACTERS, _LONGEST_NAME = 6000, 250
+_NOT_IN_NAMES = re.compile(r"[^\w.\- :/]")
 
 
 class MlflowTracker:
@@ -42,6 +49,7 @@ class MlflowTracker:
         run_dir: Path,
         first_step: int,
         recipe: Mapping[str, Any],
+        run_names: RunNames,
     ) -> None:
         try:
             import mlflow
@@ -50,24 +58,29 @@ class MlflowTracker:
             raise ArgumentError("name", "mlflow is not installed", "pip install 'hyperparallel[mlflow]'") from error
         self._mlflow = mlflow
         self._status = "FINISHED"
-        key = f"mlflow {experiment_name}"
+        named = run_names.claim("mlflow", experiment=experiment_name, tracking_uri=tracking_uri, run_name=run_name)
         try:
             self._client = mlflow.MlflowClient(tracking_uri=tracking_uri)
-            self._run_id = self._earlier(recall(run_dir, key)) or self._new(
+            self._run_id = self._earlier(named.earlier) or self._new(
                 experiment_name, run_name or run_dir.resolve().name
             )
-            self._log_params(dict(_flat(recipe)), first_step)
+        except MlflowException as error:
+            raise ArgumentError("", f"MLflow can't start the run: {describe(error)}", "see tracking_uri") from error
+        try:
+            self._log_params(_unique(_flat(recipe)), first_step)
             for name, value in (tags or {}).items():
                 self._client.set_tag(self._run_id, name, value)
         except MlflowException as error:
-            raise ArgumentError("", f"MLflow can't start the run: {describe(error)}", "see tracking_uri") from error
-        remember(run_dir, key, self._run_id)
+            with suppress(MlflowException):
+                self._client.set_terminated(self._run_id, "FAILED")
+            raise ArgumentError("", f"MLflow doesn't take the recipe or the tags: {describe(error)}") from error
+        named.kept = self._run_id
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Log the row's numbers at its step; MLflow has no texts over time."""
         now = int(time.time() * 1000)
         step = metrics["step"]
-        numbers = {name: value for name, value in metrics.items() if name != "step" and _is_number(value)}
+        numbers = _unique((name, value) for name, value in metrics.items() if name != "step" and _is_number(value))
         entities = self._mlflow.entities
         self._client.log_batch(
             self._run_id, metrics=[entities.Metric(name, float(value), now, step) for name, value in numbers.items()]
@@ -98,6 +111,11 @@ class MlflowTracker:
 
     def _new(self, experiment_name: str, run_name: str) -> str:
         experiment = self._client.get_experiment_by_name(experiment_name)
+        if experiment and experiment.lifecycle_stage != "active":
+            message = f"the experiment {experiment_name!r} was deleted"
+            raise ArgumentError(
+                "experiment_name", message, "restore it ('mlflow experiments restore'), or name another"
+            )
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(experiment_name)
         run_id: str = self._client.create_run(experiment_id, run_name=run_name).info.run_id
         return run_id
@@ -105,12 +123,29 @@ class MlflowTracker:
     def _log_params(self, params: Mapping[str, str], first_step: int) -> None:
         known = self._client.get_run(self._run_id).data.params
         entities = self._mlflow.entities
+        params = {name: value[:_MOST_CHARACTERS] for name, value in params.items()}
         new = [entities.Param(name, value) for name, value in params.items() if name not in known]
         for start in range(0, len(new), _MOST_PARAMS):
             self._client.log_batch(self._run_id, params=new[start : start + _MOST_PARAMS])
         for name, value in params.items():
             if known.get(name, value) != value:
-                self._client.set_tag(self._run_id, f"from step {first_step}/{name}", value)
+                self._client.set_tag(self._run_id, f"from step {first_step}/{name}"[:_LONGEST_NAME], value)
+
+
+def _unique(pairs: Iterable[tuple[str, _V]]) -> dict[str, _V]:
+    """Give everything a name that MLflow takes, and no two the same."""
+    found: dict[str, _V] = {}
+    for name, value in pairs:
+        allowed = _NOT_IN_NAMES.sub("_", name)
+        # MLflow keeps names as paths in places.
+        if posixpath.normpath(allowed) != allowed or allowed.startswith((".", "/")):
+            allowed = allowed.replace("/", "_").replace(".", "_")
+        allowed = allowed[:_LONGEST_NAME]
+        own, number = allowed, 2
+        while own in found:
+            own, number = f"{allowed[: _LONGEST_NAME - 5]} {number}", number + 1
+        found[own] = value
+    return found
 
 
 def _is_number(value: Any) -> bool:

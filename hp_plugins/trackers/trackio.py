@@ -11,7 +11,7 @@ from pydantic import Field
 
 from hp_core.entry_points import describe
 from hp_core.errors import ArgumentError
-from hp_core.observe.trackers import recall, remember
+from hp_core.observe.trackers import RunNames
 
 
 class TrackioTracker:
@@ -29,14 +29,14 @@ class TrackioTracker:
         *,
         run_dir: Path,
         recipe: Mapping[str, Any],
+        run_names: RunNames,
     ) -> None:
         try:
             import trackio
         except ImportError as error:
             raise ArgumentError("name", "trackio is not installed", "pip install 'hyperparallel[trackio]'") from error
         name = run_name or run_dir.resolve().name
-        key = f"trackio {space_id or 'local'} {project} {name}"
-        earlier = recall(run_dir, key)
+        named = run_names.claim("trackio", space_id=space_id, project=project, run_name=name)
         start = partial(
             trackio.init,
             project,
@@ -48,12 +48,12 @@ class TrackioTracker:
             embed=False,
         )
         try:
-            self._run = self._found(start, earlier)
+            self._run = self._found(start, named.earlier)
         except ArgumentError:
             raise
         except Exception as error:  # trackio has no class of its own for what it raises
             raise ArgumentError("", f"Trackio can't start the run: {describe(error)}") from error
-        remember(run_dir, key, self._run.id)
+        named.kept = self._run.id
 
     @staticmethod
     def _found(start: Callable[..., Any], earlier: str | None) -> Any:

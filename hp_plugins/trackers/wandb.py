@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from hp_core.entry_points import describe
 from hp_core.errors import ArgumentError
-from hp_core.observe.trackers import recall, remember
+from hp_core.observe.trackers import RunNames
 
 # Less than a closing tracker is waited for, so that what W&B says of it is told.
 _FINISH_SECONDS = 25.0
+_LOGIN = "'wandb login', or write mode: offline"
 
 
 class WandbTracker:
@@ -41,12 +43,15 @@ class WandbTracker:
         *,
         run_dir: Path,
         recipe: Mapping[str, Any],
+        run_names: RunNames,
     ) -> None:
         try:
             import wandb
         except ImportError as error:
             raise ArgumentError("name", "wandb is not installed", "pip install 'hyperparallel[wandb]'") from error
-        key = f"wandb {entity}/{project}" if entity else f"wandb {project}"
+        named = run_names.claim(
+            "wandb", entity=entity, project=project, run_name=run_name, group=group, job_type=job_type
+        )
         try:
             self._run = wandb.init(
                 project=project,
@@ -58,19 +63,18 @@ class WandbTracker:
                 notes=notes,
                 mode=mode,
                 dir=run_dir,
-                id=recall(run_dir, key),
+                id=named.earlier,
                 resume="allow",
                 allow_val_change=True,
                 config=dict(recipe),
                 reinit="create_new",
                 settings=wandb.Settings(finish_timeout=_FINISH_SECONDS, finish_timeout_raises=True),
             )
-        except (wandb.Error, TimeoutError) as error:
-            hint = "'wandb login', or write mode: offline"
-            raise ArgumentError("", f"W&B can't start the run: {describe(error)}", hint) from error
+        except Exception as error:  # its settings and the process that writes raise what is no wandb.Error
+            raise _refused(error) from error
         # Not W&B's own step, which takes nothing for the steps that a run takes again.
         self._run.define_metric("*", step_metric="step")
-        remember(run_dir, key, self._run.id)
+        named.kept = self._run.id
         self._exit_code = 0
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -88,3 +92,19 @@ class WandbTracker:
             TimeoutError: not everything was uploaded in time; `wandb sync` uploads the rest.
         """
         self._run.finish(exit_code=self._exit_code)
+
+
+def _refused(error: Exception) -> ArgumentError:
+    """Why W&B doesn't start a run, at the argument that it is about."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        setting = str(first["loc"][0]) if first["loc"] else ""
+        path = "run_name" if setting == "run_name" else setting.removeprefix("run_")
+        return ArgumentError(path, str(first["msg"]).removeprefix("Value error, "))
+    message = f"W&B can't start the run: {describe(error)}"
+    if "Invalid project name" in str(error):
+        return ArgumentError("project", message)
+    unreachable = isinstance(error, (TimeoutError, ConnectionError)) or "CommError" in map(
+        attrgetter("__name__"), type(error).__mro__
+    )
+    return ArgumentError("", message, _LOGIN if unreachable or "wandb login" in str(error) else "")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hp_core.errors import ArgumentError
+from hp_core.observe.trackers import RunNames
 from hp_plugins.trackers.wandb import WandbTracker
 from tests.e2e.runs import hp_train_here, recipe
 
@@ -27,6 +28,13 @@ def pb():
     from wandb.proto import wandb_internal_pb2
 
     return wandb_internal_pb2
+
+
+def tracker(run_dir: Path, **settings: Any) -> WandbTracker:
+    names = RunNames(run_dir, continues=False)
+    return WandbTracker(
+        **{"project": "p", "mode": "offline", **settings}, run_dir=run_dir, recipe=RECIPE, run_names=names
+    )
 
 
 def payloads(path: Path) -> Iterator[bytes]:
@@ -80,12 +88,12 @@ def config(found: list[Any]) -> dict[str, Any]:
 
 
 def test_rows_are_kept_with_texts_and_without_what_is_none(tmp_path, pb):
-    tracker = WandbTracker("p", mode="offline", run_dir=tmp_path, recipe=RECIPE)
-    tracker.log({"step": 2, "loss": 2.5, "tokens": 64, "skipped": None})
-    tracker.log({"step": 2, "eval_loss": 1.5})
-    tracker.log({"step": 4, "loss": None, "skipped": "no tokens"})
-    tracker.log({"step": 6, "loss": math.nan, "grad_norm": math.inf})
-    tracker.close()
+    one = tracker(tmp_path)
+    one.log({"step": 2, "loss": 2.5, "tokens": 64, "skipped": None})
+    one.log({"step": 2, "eval_loss": 1.5})
+    one.log({"step": 4, "loss": None, "skipped": "no tokens"})
+    one.log({"step": 6, "loss": math.nan, "grad_norm": math.inf})
+    one.close()
     (found,) = records(tmp_path, pb)
     assert rows(found)[:3] == [
         {"step": 2, "loss": 2.5, "tokens": 64},
@@ -103,9 +111,9 @@ def test_rows_are_kept_with_texts_and_without_what_is_none(tmp_path, pb):
 
 def test_a_run_that_fails_is_marked_and_named_after_its_directory(tmp_path, pb):
     (tmp_path / "my-run").mkdir()
-    tracker = WandbTracker("p", mode="offline", run_dir=tmp_path / "my-run", recipe=RECIPE)
-    tracker.fail()
-    tracker.close()
+    one = tracker(tmp_path / "my-run")
+    one.fail()
+    one.close()
     (found,) = records(tmp_path / "my-run", pb)
     assert of_kind(found, "exit")[0].exit_code == 1
     (run,) = of_kind(found, "run")
@@ -130,6 +138,53 @@ def test_a_run_that_goes_on_is_the_same_run_and_one_that_starts_over_another(tmp
     assert config(second)["output_dir"] == str(tmp_path / "run")
 
 
+def test_two_of_them_go_on_each_in_its_own_run(tmp_path, pb):
+    path = str(recipe(tmp_path))
+    trackers = (
+        "--trackers=[{name: wandb, project: p, mode: offline}, {name: wandb, project: p, mode: offline, group: g}]"
+    )
+    assert hp_train_here(path, trackers, "--training.stop_after=3").returncode == 0
+    done = hp_train_here(path, trackers, "--checkpoint.resume=latest")
+    assert done.returncode == 0, done.stderr
+    ids: dict[str, list[tuple[str, list[int]]]] = {"": [], "g": []}
+    for found in records(tmp_path / "run", pb, 4):
+        (run,) = of_kind(found, "run")
+        ids[run.run_group].append((run.run_id, [row["step"] for row in rows(found)]))
+    for first, second in ids.values():
+        assert (first[1], second[1]) == ([1, 2, 3], [4, 5, 6])
+        assert first[0] == second[0]
+    assert ids[""][0][0] != ids["g"][0][0]
+
+
+def test_the_same_one_twice_and_a_start_over_that_fails_lose_nothing(tmp_path, pb):
+    path, one = str(recipe(tmp_path)), "{name: wandb, project: p, mode: offline}"
+    assert hp_train_here(path, f"--trackers=[{one}]", "--training.stop_after=3").returncode == 0
+    kept = (tmp_path / "run" / "trackers.json").read_text()
+    done = hp_train_here(path, f"--trackers=[{one}, {one}]", "--overwrite")
+    assert done.returncode == 2
+    assert "trackers[1]: another tracker of the run is the same: wandb, project p" in done.stderr
+    assert (tmp_path / "run" / "trackers.json").read_text() == kept
+    done = hp_train_here(path, f"--trackers=[{one}]", "--checkpoint.resume=latest")
+    assert done.returncode == 0, done.stderr
+    first, _, last = (of_kind(found, "run")[0].run_id for found in records(tmp_path / "run", pb, 3))
+    assert first == last
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "message"),
+    [
+        ({"project": "a/b"}, "project", "Invalid project name 'a/b'"),
+        ({"tags": ["t" * 65]}, "tags", "Tags must be between 1 and 64 characters"),
+    ],
+)
+def test_what_wandb_refuses_is_told_at_its_argument(tmp_path, pb, settings, path, message):
+    with pytest.raises(ArgumentError) as caught:
+        tracker(tmp_path, **settings)
+    assert caught.value.path == path
+    assert message in caught.value.message
+    assert "login" not in caught.value.hint
+
+
 def test_what_wandb_refuses_is_told_before_the_first_step(tmp_path, pb, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -145,4 +200,4 @@ def test_what_wandb_refuses_is_told_before_the_first_step(tmp_path, pb, monkeypa
 def test_without_wandb_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ArgumentError, match=r"wandb is not installed; pip install 'hyperparallel\[wandb\]'"):
-        WandbTracker("p", run_dir=tmp_path, recipe=RECIPE)
+        tracker(tmp_path)
