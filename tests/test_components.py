@@ -32,7 +32,7 @@ def test_each_group_has_its_section_and_the_arguments_of_the_design() -> None:
     assert group("hp.optimizers").runtime_arguments == ("model",)
     assert group("hp.lr_schedulers").runtime_arguments == ("optimizer", "train_iters")
     assert group("hp.datasets").runtime_arguments == ("transform", "tokenizer", "mesh_context", "training_config")
-    assert group("hp.trackers").runtime_arguments == ("run_dir", "config", "first_step", "recipe")
+    assert group("hp.trackers").runtime_arguments == ("run_dir", "config", "first_step", "recipe", "run_names")
 
 
 def test_an_unknown_group_is_a_bug_of_the_caller() -> None:
