@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hp_core.config.models import MixedPrecisionConfig
 from hp_core.errors import InputError, RunError
+from hp_core.model.around import holder_of
 from hp_core.model.units import blocks
 from hp_core.parallel.dtypes import DTYPES
 from hp_core.parallel.expert.dispatch import Dispatch
@@ -91,7 +92,7 @@ def _reshards(setup: DistributedSetup, num_shards: int) -> bool:
 
 
 def _spread(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module.forward, Dispatch)]
+    return [module for module in model.modules() if isinstance(holder_of(module).forward, Dispatch)]
 
 
 def _expert_shards(parameter: nn.Parameter, num_shards: int) -> Shard:

@@ -55,7 +55,10 @@ DOCUMENTS = (7, 1, 8)
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks there are and how they share the work; `backend` is what compiles the layers, if anything does."""
+    """How many ranks there are and how they share the work; `backend` is what compiles the layers, if anything does.
+
+    `modules` names what is computed again and swapped; None takes the layers.
+    """
 
     num_ranks: int = 1
     accelerator: dict[str, Any] = field(default_factory=dict)
@@ -65,6 +68,7 @@ class Layout:
     param_dtype: str | None = None
     swapping: bool = False
     backend: str | None = None
+    modules: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -167,8 +171,12 @@ class Trial:
     def __init__(self, setup: DistributedSetup, case: Case, layout: Layout) -> None:
         self.setup, self.case, self.layout = setup, case, layout
         setup = dataclasses.replace(setup, planner=Planner(case.overrides))
-        recomputed = None if layout.checkpointing == "off" else ActivationCheckpointConfig(mode=layout.checkpointing)
-        swapped = ActivationSwapConfig(mode="host") if layout.swapping else None
+        recomputed = (
+            None
+            if layout.checkpointing == "off"
+            else ActivationCheckpointConfig(mode=layout.checkpointing, modules=layout.modules)
+        )
+        swapped = ActivationSwapConfig(mode="host", modules=layout.modules) if layout.swapping else None
         compiled = None if layout.backend is None else _compile_config(layout.backend)
         features = {
             "peft_config": PeftConfig(**case.peft) if case.peft else None,

@@ -1,9 +1,11 @@
 """Layers that are run again in the backward pass, on every layout, against one process that keeps everything."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from hp_core.testing.ranks import RankError
 from tests.equivalence.layouts import Case, Found, Layout, assert_same, found_on
 
 LAYOUTS = {
@@ -42,3 +44,26 @@ def test_gradients_are_those_of_one_process(name: str, mode: str) -> None:
     layout = LAYOUTS[name]
     recomputed = Layout(layout.num_ranks, layout.accelerator, layout.fsdp, layout.num_micro_batches, mode)
     assert_same(found_on(case(), recomputed), alone())
+
+
+TP2, EP2 = {"tp_size": 2}, {"ep_size": 2}
+# Where ranks share the work of what is computed again by itself.
+WITHIN = {
+    "tp2": Layout(2, TP2, modules=["*.mlp", "*.self_attn"]),
+    "tp2, sequence parallel": Layout(2, {**TP2, "sequence_parallel": True}, modules=["*.mlp", "*.self_attn"]),
+    "ep2": Layout(2, EP2, modules=["*.experts"]),
+    "tp2 x ep2, swapped": Layout(2, {**TP2, **EP2}, modules=["*.mlp", "*.self_attn"], swapping=True),
+    "head": Layout(2, TP2, modules=["lm_head", "*.embed_tokens"]),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_so_they_are_where_ranks_share_what_is_computed_again(name: str, mode: str) -> None:
+    assert_same(found_on(case(), replace(WITHIN[name], checkpointing=mode)), alone())
+
+
+def test_a_projection_that_is_computed_again_by_itself_is_not_shared() -> None:
+    wanted = "layers.0.self_attn: its q_proj is computed again, or swapped, by itself"
+    with pytest.raises(RankError, match=wanted):
+        found_on(case(), Layout(2, TP2, checkpointing="full", modules=["*.q_proj"]))

@@ -129,11 +129,14 @@ class OwnDispatch(Dispatch):
 
 
 def dispatch_of(
-    experts: nn.Module, group: dist.ProcessGroup, tensor_group: dist.ProcessGroup | None = None
+    experts: nn.Module,
+    forward: ExpertsForward,
+    group: dist.ProcessGroup,
+    tensor_group: dist.ProcessGroup | None = None,
 ) -> Dispatch:
     """What takes the place of the forward of a module whose experts lie on the ranks of `group`; see `Dispatch`."""
-    kind = OwnDispatch if isinstance(experts.forward, LocalCompute) else Dispatch
-    return kind(experts, experts.forward, group, tensor_group)
+    kind = OwnDispatch if isinstance(forward, LocalCompute) else Dispatch
+    return kind(experts, forward, group, tensor_group)
 
 
 def _own(parameter: nn.Parameter | None) -> nn.Parameter | None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hp_core.errors import InputError, Problem
+from hp_core.model.around import holder_of
 from hp_core.parallel.expert.count import indivisible
 from hp_core.parallel.expert.dispatch import Dispatch, dispatch_of, num_experts_of
 from hp_core.parallel.setup import DistributedSetup
@@ -41,7 +42,8 @@ def spread_experts(model: nn.Module, setup: DistributedSetup, names: Collection[
         for name, parameter in list(module.named_parameters(recurse=False)):
             own = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))
-        module.forward = dispatch_of(module, mesh.get_group(), tensor_group)
+        holder = holder_of(module)
+        holder.forward = dispatch_of(module, holder.forward, mesh.get_group(), tensor_group)
     return list(found.values())
 
 
@@ -105,7 +107,7 @@ def require_spread(model: nn.Module, setup: DistributedSetup) -> None:
     if setup.expert_mesh is None or setup.sizes.pp > 1:
         # A stage may have none.
         return
-    if not any(isinstance(module.forward, Dispatch) for module in model.modules()):
+    if not any(isinstance(holder_of(module).forward, Dispatch) for module in model.modules()):
         message = f"no experts of {type(model).__name__} are spread over the expert ranks"
         hint = "a model builder finishes its skeleton with hp_core.finish_model(model, distributed_setup)"
         raise InputError(Problem(message, path=_PATH, hint=hint))

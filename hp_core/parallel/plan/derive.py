@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hp_core.errors import InputError, Problem
+from hp_core.model.around import holder_of
 from hp_core.parallel.plan.boundary import Boundary, ParameterPlan, ShardingPlan
 from hp_core.parallel.plan.contract import Contract
 from hp_core.parallel.plan.edge import PARTIAL, REPLICATE, Edge
@@ -141,7 +142,9 @@ def _regions(model: PreTrainedModel, whole: Mapping[str, str]) -> Iterator[_Regi
 def _region(fqn: str, module: nn.Module, roles: Roles) -> _Region:
     projections = {**roles.columns, roles.row: roles.row_linear}
     if own := [name for name, linear in projections.items() if not is_plain(linear, nn.Linear)]:
-        return _Region(fqn, module, roles, note=f"its {own[0]} is no plain torch.nn.Linear")
+        alone = holder_of(projections[own[0]]) is not projections[own[0]]
+        why = "is computed again, or swapped, by itself" if alone else "is no plain torch.nn.Linear"
+        return _Region(fqn, module, roles, note=f"its {own[0]} {why}")
     others = {name: one for name, one in module.named_parameters() if name.partition(".")[0] not in _cut(roles)}
     if isinstance(module, LatentAttention):
         unknown = sorted(name for name in others if name.partition(".")[0] not in LATENT_PARTS)

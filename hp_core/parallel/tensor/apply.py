@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from hp_core.errors import InputError, Problem
 from hp_core.model.adapters.layers import adapted_layers, base_of
+from hp_core.model.around import holder_of
 from hp_core.parallel.plan.boundary import Boundary, ParameterPlan, ShardingPlan
 from hp_core.parallel.plan.edge import REPLICATE
 from hp_core.parallel.plan.roles import GroupedAttention
@@ -35,7 +36,7 @@ def require_shared(model: nn.Module, setup: DistributedSetup) -> None:
         InputError: there are tensor ranks, and nobody called `apply_plan`.
     """
     applied = (SharedForward, VocabularyEmbedding, VocabularyHead)
-    if setup.sizes.tp > 1 and not any(isinstance(one.forward, applied) for one in model.modules()):
+    if setup.sizes.tp > 1 and not any(isinstance(holder_of(one).forward, applied) for one in model.modules()):
         message = f"no layer of {type(model).__name__} is shared among the tensor ranks"
         hint = "a model builder finishes its skeleton with hp_core.finish_model(model, distributed_setup)"
         raise InputError(Problem(message, path=PATH, hint=hint))
@@ -56,15 +57,15 @@ class _Applying:
             assert isinstance(module, nn.Embedding)
             assert boundary.output is not None
             self._shard(module, ParameterPlan("weight", tuple(module.weight.shape), shard_dim=0))
-            module.forward = VocabularyEmbedding(module, boundary.output, self._group)  # type: ignore[method-assign]  # an instance's own forward
+            holder_of(module).forward = VocabularyEmbedding(module, boundary.output, self._group)
         elif boundary.kind == "head":
             assert isinstance(module, nn.Linear)
             for name, parameter in list(module.named_parameters()):
                 self._shard(module, ParameterPlan(name, tuple(parameter.shape), shard_dim=0))
             (hidden,) = boundary.inputs
-            module.forward = VocabularyHead(module, hidden, self._group)  # type: ignore[method-assign]  # as above
+            holder_of(module).forward = VocabularyHead(module, hidden, self._group)
         elif isinstance(module, nn.Dropout):
-            module.forward = OwnDropout(module, self._group.rank())  # type: ignore[method-assign]  # as above
+            module.forward = OwnDropout(module, self._group.rank())  # type: ignore[method-assign]  # an instance's own forward
         elif boundary.kind == "sequence" and not boundary.parameters:
             self._hook(module, boundary)
         else:
@@ -96,11 +97,13 @@ class _Applying:
         work = _work(boundary)
         draws_apart = work == "share" and isinstance(module, DropsAttention) and module.attention_dropout > 0
         share_adapters(module, boundary, self._group, draws_apart=draws_apart)
-        module.forward = SharedForward(
+        holder = holder_of(module)
+        holder.forward = SharedForward(
             module,
             parts,
             boundary.inputs,
             self._group,
+            forward=holder.forward,
             output=None if boundary.row is not None else boundary.output,
             sequence=self._sequences,
             work=work,

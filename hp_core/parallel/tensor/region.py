@@ -74,6 +74,7 @@ class SharedForward:
         parts: what it computes with in place of its parameters.
         inputs: the edges of its inputs.
         group: the tensor ranks.
+        forward: its own forward, where that isn't what it is called by.
         output: that of its output, or None where a child's forward has it or there is none.
         sequence: of a model whose sequences are cut.
         work: whether each rank computes its own share, so that it drops by random numbers of its own; the whole, as all
@@ -87,13 +88,14 @@ class SharedForward:
         inputs: Sequence[Edge],
         group: dist.ProcessGroup,
         *,
+        forward: Callable[..., Any] | None = None,
         output: Edge | None = None,
         sequence: Sequences | None = None,
         work: Work = "share",
     ) -> None:
         self._module = module
-        self._forward: Callable[..., Any] = module.forward
-        self._names = tuple(inspect.signature(module.forward).parameters)
+        self._forward: Callable[..., Any] = forward or module.forward
+        self._names = tuple(inspect.signature(self._forward).parameters)
         self._parts = tuple(parts)
         self._edges = {edge.name: edge for edge in inputs}
         self._group = group
